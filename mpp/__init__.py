@@ -1,0 +1,1 @@
+"""Masked patch pretraining of vision transformers, end to end."""

@@ -1,0 +1,407 @@
+"""Backbone: a timm vision transformer with a known patch grid, prefix tokens and pixel statistics.
+
+The timm model is used as it comes, so state dicts travel. It answers two questions: `corrupted_features`, asked by
+masked objectives, and `features`, asked by everybody else.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import timm
+import torch
+import torch.nn.functional as F
+from annotated_types import Ge, Gt, Lt
+from pydantic import Field
+from timm.models.vision_transformer import Attention, Block, VisionTransformer
+from torch import Tensor, nn
+
+from mpp.masking import Plan, corrupt, gather, partners
+from mpp.patches import Size, grid_of, pair, to_patches
+
+Pool = Literal["mean", "cls"]
+Positive = Annotated[int, Gt(0)]
+ImageSize = Positive | tuple[Positive, Positive]
+Statistic = float | tuple[float, ...]
+
+# width, depth, heads; MLP ratio 4 (paper, table 1; Ti and S from DeiT)
+SIZES = {
+    "tiny": (192, 12, 3),
+    "small": (384, 12, 6),
+    "base": (768, 12, 12),
+    "large": (1024, 24, 16),
+    "huge": (1280, 32, 16),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViT:
+    """A plain vision transformer of any size, patch and shape."""
+
+    kind: Literal["vit"] = "vit"
+    size: Literal["tiny", "small", "base", "large", "huge"] = "small"
+    """width/depth/heads: 192/12/3, 384/12/6, 768/12/12, 1024/24/16, 1280/32/16"""
+    patch_size: ImageSize = 16
+    """pixels, or [height, width]"""
+    image_size: ImageSize = 224
+    """pixels, or [height, width]"""
+    embed_dim: Positive | None = None
+    """instead of the size's width"""
+    depth: Positive | None = None
+    """instead of the size's number of blocks"""
+    num_heads: Positive | None = None
+    """instead of the size's number of heads"""
+    class_token: bool = True
+    """whether there is a class token; features for evaluation are the mean of the patches by default"""
+    register_tokens: Annotated[int, Ge(0)] = 0
+    """extra tokens without a position"""
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """dropout after positions, projections and MLPs"""
+    drop_path: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """stochastic depth of the last block, rising linearly from 0"""
+    pixel_mean: Statistic = 0.5
+    """subtracted from pixels in [0, 1], one value or one per channel"""
+    pixel_std: Statistic = 0.5
+    """divides them"""
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        try:
+            grid_of(pair(self.image_size), pair(self.patch_size))
+        except ValueError as error:
+            yield "patch_size", str(error)
+        width, _, heads = self.shape()
+        if width % heads:
+            yield "num_heads", f"{heads} heads do not divide a width of {width}"
+
+    def shape(self) -> tuple[int, int, int]:
+        """(width, depth, heads)."""
+        width, depth, heads = SIZES[self.size]
+        return self.embed_dim or width, self.depth or depth, self.num_heads or heads
+
+    def architecture(self, channels: int) -> tuple[str, dict[str, Any]]:
+        """timm's name and arguments: what config.json says, and what opens the weights again."""
+        width, depth, heads = self.shape()
+        arguments = {
+            "img_size": pair(self.image_size),
+            "patch_size": pair(self.patch_size),
+            "embed_dim": width,
+            "depth": depth,
+            "num_heads": heads,
+            "in_chans": channels,
+            "class_token": self.class_token,
+            "reg_tokens": self.register_tokens,
+        }
+        if self.register_tokens:
+            arguments["no_embed_class"] = True  # registers have no position
+        return "vit_base_patch16_224", arguments
+
+    def regularization(self) -> dict[str, Any]:
+        """Arguments that matter in training only and do not travel with the weights."""
+        return {"proj_drop_rate": self.dropout, "pos_drop_rate": self.dropout, "drop_path_rate": self.drop_path}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timm:
+    """Any vision transformer of timm by name, untrained."""
+
+    kind: Literal["timm"] = "timm"
+    name: str
+    """e.g. vit_small_patch16_224, deit3_base_patch16_224, eva02_tiny_patch14_224, vit_base_r50_s16_224"""
+    image_size: ImageSize | None = None
+    """pixels, or [height, width]; null = the model's own"""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """passed on to timm.create_model"""
+    drop_path: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """stochastic depth"""
+    pixel_mean: Statistic = 0.5
+    """subtracted from pixels in [0, 1], one value or one per channel"""
+    pixel_std: Statistic = 0.5
+    """divides them"""
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        if not timm.is_model(self.name):
+            near = timm.list_models(f"*{self.name.split('.')[0].split('_')[0]}*")[:5]
+            yield "name", f"timm {timm.__version__} has no model {self.name!r}; some that it has: {near}"
+
+    def architecture(self, channels: int) -> tuple[str, dict[str, Any]]:
+        arguments = {"in_chans": channels, **self.arguments}
+        if self.image_size is not None:
+            arguments["img_size"] = pair(self.image_size)
+        return self.name, arguments
+
+    def regularization(self) -> dict[str, Any]:
+        return {"drop_path_rate": self.drop_path} if self.drop_path else {}
+
+
+BackboneSpec = Annotated[ViT | Timm, Field(discriminator="kind")]
+
+
+def build_backbone(spec: ViT | Timm, channels: int, seed: int) -> "Backbone":
+    """An untrained backbone; its weights are a function of the seed alone (made on the CPU)."""
+    name, arguments = spec.architecture(channels)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = timm.create_model(
+                name, pretrained=False, num_classes=0, global_pool="", **arguments, **spec.regularization()
+            )
+        except TypeError as error:
+            raise ValueError(
+                f"timm's {name} does not take the arguments {sorted(arguments)}: {error}; "
+                f"it must be a vision transformer, try `backbone.kind: vit`"
+            ) from None
+    return Backbone(model, channels, spec.pixel_mean, spec.pixel_std, name, arguments)
+
+
+class Backbone(nn.Module):
+    """A timm model and what must be known of it.
+
+    model: the timm model, without head. grid: patches (rows, columns). patch_size, image_size: pixels, height first.
+    num_prefix_tokens: class and register tokens before the patches. mean, std: per channel, of pixels in [0, 1].
+    ValueError for models whose output tokens are not their input patches (Swin and other pyramids).
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        channels: int,
+        mean: Statistic = 0.5,
+        std: Statistic = 0.5,
+        name: str = "",
+        arguments: dict[str, Any] | None = None,
+    ):
+        super().__init__()
+        self.model, self.channels, self.name, self.arguments = model, channels, name, arguments or {}
+        self.register_buffer("mean", _per_channel(mean, channels, "pixel_mean"), persistent=False)
+        self.register_buffer("std", _per_channel(std, channels, "pixel_std"), persistent=False)
+        self.image_size = _image_size(model, name)
+        self._corruption: Callable[[Tensor], Tensor] | None = None
+        _patch_embedding(model, name).register_forward_hook(self._corrupt_embedding)
+        self.grid, self.num_prefix_tokens, self.embed_dim = self._measure()
+        self.patch_size: Size = (self.image_size[0] // self.grid[0], self.image_size[1] // self.grid[1])
+        self.is_plain = is_plain_vit(model)
+        self.has_dropout = any(_is_random(module) for module in model.modules())
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def depth(self) -> int:
+        return len(self.model.blocks) if hasattr(self.model, "blocks") else 1  # pyright: ignore
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """uint8 (B, C, H, W) -> float32, (pixel / 255 - mean) / std."""
+        scale = 1 / (255 * self.std)
+        return torch.addcmul((-self.mean / self.std)[:, None, None], images.float(), scale[:, None, None])
+
+    def corrupted_features(self, images: Tensor, plan: Plan, mask_token: Tensor, plain: bool = True) -> Tensor:
+        """uint8 (B, C, H, W) -> (B, K, D): final tokens of the corrupted patches, in the plan's order.
+
+        `plain` takes the short way where the model allows it; the values are the same (a test holds them equal).
+        """
+        if plain and self.is_plain:
+            return self._plain_corrupted_features(images, plan, mask_token)
+        self._corruption = lambda tokens: corrupt(tokens, plan, mask_token)
+        try:
+            tokens = self.model.forward_features(self.normalize(images))  # pyright: ignore
+        finally:
+            self._corruption = None
+        return gather(tokens[:, self.num_prefix_tokens :], plan.corrupted)
+
+    def features(
+        self, images: Tensor, pools: Sequence[Pool] = ("mean",), layers: Sequence[int] = (-1,)
+    ) -> dict[tuple[Pool, int], Tensor]:
+        """uint8 (B, C, H, W) -> {(pool, layer): (B, D)}, all after the final norm; negative layers count from the last.
+
+        `mean` is over the patch tokens: the class token gets no loss in masked patch prediction (METHOD.md 1).
+        """
+        if "cls" in pools and getattr(self.model, "cls_token", None) is None:
+            raise ValueError("pool: cls asks for a class token and this backbone has none; try pool: mean")
+        outputs = {}
+        for layer, tokens in zip(layers, self._layer_tokens(images, layers), strict=True):
+            pooled = {"mean": tokens[:, self.num_prefix_tokens :].mean(1), "cls": tokens[:, 0]}
+            outputs |= {(pool, layer): pooled[pool] for pool in pools}
+        return outputs
+
+    def _layer_tokens(self, images: Tensor, layers: Sequence[int]) -> list[Tensor]:
+        images = self.normalize(images)
+        if all(layer in (-1, self.depth - 1) for layer in layers):
+            return [self.model.forward_features(images)] * len(layers)  # pyright: ignore
+        indices = [layer + self.depth if layer < 0 else layer for layer in layers]
+        if not all(0 <= index < self.depth for index in indices):
+            raise ValueError(f"layers {list(layers)} of a backbone with {self.depth}: expected {-self.depth} .. {self.depth - 1}")
+        wanted = sorted(set(indices))
+        try:
+            pairs = self.model.forward_intermediates(  # pyright: ignore
+                images, indices=wanted, norm=True, output_fmt="NLC", intermediates_only=True, return_prefix_tokens=True
+            )
+        except (AttributeError, TypeError):
+            raise ValueError(f"timm's {self.name} gives no intermediate layers; try layers: [-1]") from None
+        tokens = [torch.cat([prefix, patches], 1) if prefix is not None else patches for patches, prefix in map(_split, pairs)]
+        return [tokens[wanted.index(index)] for index in indices]
+
+    def _corrupt_embedding(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if self._corruption is None:
+            return None
+        tokens = output[0] if isinstance(output, tuple) else output
+        corrupted = self._corruption(tokens.flatten(1, -2)).view(tokens.shape)
+        return (corrupted, *output[1:]) if isinstance(output, tuple) else corrupted
+
+    @torch.no_grad()
+    def _measure(self) -> tuple[Size, int, int]:
+        """One image of zeros through the model: (grid, prefix tokens, width), as they really are."""
+        seen: list[Tensor] = []
+        was_training = self.model.training
+        self.model.eval()
+        self._corruption = lambda tokens: seen.append(tokens) or tokens
+        try:
+            out = self.model.forward_features(torch.zeros(1, self.channels, *self.image_size))  # pyright: ignore
+        finally:
+            self._corruption = None
+            self.model.train(was_training)
+        patches = seen[0].shape[1] if seen else 0
+        prefix = int(getattr(self.model, "num_prefix_tokens", 1))
+        if out.ndim != 3 or out.shape[1] != patches + prefix or not patches:
+            raise ValueError(
+                f"timm's {self.name} turns {patches} patches into an output of shape {tuple(out.shape)}: masked patch "
+                f"prediction needs one output token per input patch; try a plain ViT, DeiT, EVA-02 or BEiT"
+            )
+        return _grid_for(patches, self.image_size, self.model), prefix, out.shape[2]
+
+    def _plain_corrupted_features(self, images: Tensor, plan: Plan, mask_token: Tensor) -> Tensor:
+        """The same for a plain ViT, with tokens kept in the plan's order: corrupted ones are a slice, not a gather.
+
+        Masked patches are never embedded, and the last block computes keys and values for all tokens but the rest
+        only for the corrupted ones.
+        """
+        model: Any = self.model
+        pixels = to_patches(images, self.patch_size)
+        needed = torch.cat([partners(pixels, plan), gather(pixels, plan.permutation[:, plan.masked + plan.random :])], 1)
+        embedded = self._embed(needed)
+        replaced, own = embedded[:, : plan.random], embedded[:, plan.random :]
+        masks = mask_token.to(embedded.dtype).expand(len(images), plan.masked, -1)
+        tokens = self._add_positions(torch.cat([masks, replaced, own], 1), plan.permutation)
+        tokens = model.norm_pre(tokens)
+        for block in model.blocks[:-1]:
+            tokens = block(tokens)
+        wanted = slice(self.num_prefix_tokens, self.num_prefix_tokens + plan.num_corrupted)
+        return model.norm(partial_block(model.blocks[-1], tokens, wanted))
+
+    def _embed(self, pixels: Tensor) -> Tensor:
+        """uint8 (B, M, P*Q*C) -> (B, M, D): the patch projection as one matrix product, pixel statistics folded in."""
+        projection = self.model.patch_embed.proj  # pyright: ignore
+        weight = projection.weight.permute(0, 2, 3, 1)
+        weight = (weight / (255 * self.std)).flatten(1)
+        shift = (projection.weight.sum((2, 3)) * (self.mean / self.std)).sum(1)
+        bias = -shift if projection.bias is None else projection.bias - shift
+        return F.linear(pixels.float(), weight, bias)
+
+    def _add_positions(self, patches: Tensor, permutation: Tensor) -> Tensor:
+        """Patches (B, N, D) in permuted order -> prefix tokens and patches with their positions."""
+        model: Any = self.model
+        prefix = [token.expand(len(patches), -1, -1) for token in (model.cls_token, model.reg_token) if token is not None]
+        positions = model.pos_embed[0]
+        if not model.no_embed_class and self.num_prefix_tokens:
+            prefix = [torch.cat(prefix, 1) + positions[: self.num_prefix_tokens]]
+            positions = positions[self.num_prefix_tokens :]
+        return model.pos_drop(torch.cat([*prefix, patches + positions[permutation]], 1))
+
+
+def is_plain_vit(model: nn.Module) -> bool:
+    """Whether every step of the model is one that `_plain_corrupted_features` spells out."""
+    return (
+        type(model) is VisionTransformer
+        and model.pos_embed is not None
+        and not model.dynamic_img_size
+        and isinstance(model.patch_drop, nn.Identity)
+        and isinstance(getattr(model.patch_embed, "norm", None), nn.Identity)
+        and isinstance(getattr(model.patch_embed, "proj", None), nn.Conv2d)
+        and model.patch_embed.proj.kernel_size == model.patch_embed.proj.stride
+        and all(type(block) is Block and type(block.attn) is Attention for block in model.blocks)
+    )
+
+
+def partial_block(block: Any, tokens: Tensor, wanted: slice) -> Tensor:
+    """A timm `Block` whose output is needed for some tokens only: (B, T, D) -> (B, wanted, D)."""
+    attention, normed, rest = block.attn, block.norm1(tokens), tokens[:, wanted]
+    heads, width = attention.num_heads, attention.qkv.weight.shape[0] // 3
+    weights, biases = attention.qkv.weight.split([width, 2 * width]), (None, None)
+    if attention.qkv.bias is not None:
+        biases = attention.qkv.bias.split([width, 2 * width])
+    query = _heads(F.linear(normed[:, wanted], weights[0], biases[0]), heads, 1)[0]
+    key, value = _heads(F.linear(normed, weights[1], biases[1]), heads, 2)
+    query, key = attention.q_norm(query), attention.k_norm(key)
+    if attention.fused_attn:
+        drop = attention.attn_drop.p if attention.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=drop)
+    else:
+        mixed = attention.attn_drop((query * attention.scale @ key.mT).softmax(-1)) @ value
+    mixed = mixed.transpose(1, 2).flatten(2)
+    if hasattr(attention, "norm"):
+        mixed = attention.norm(mixed)
+    if getattr(attention, "gate", None) is not None:
+        mixed = mixed * attention.gate(normed[:, wanted]).sigmoid()
+    rest = rest + block.drop_path1(block.ls1(attention.proj_drop(attention.proj(mixed))))
+    return rest + block.drop_path2(block.ls2(block.mlp(block.norm2(rest))))
+
+
+def choose_attention(model: nn.Module, device: torch.device, precision: str) -> None:
+    """The one place that picks the attention kernel.
+
+    PyTorch's CPU flash attention in bf16 runs at a third of the speed of bmm + softmax + bmm; elsewhere fused wins.
+    """
+    fused = not (device.type == "cpu" and precision == "bf16")
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = fused  # pyright: ignore
+
+
+def compile_in_place(backbone: "Backbone") -> None:
+    """Compiles block by block, so that the names in state dicts stay as they are and blocks share one compiled graph."""
+    for block in getattr(backbone.model, "blocks", [backbone.model]):
+        block.compile()
+
+
+def _heads(x: Tensor, heads: int, parts: int) -> Tensor:
+    """(B, T, parts * D) -> (parts, B, heads, T, D / heads)."""
+    return x.unflatten(-1, (parts, heads, -1)).permute(2, 0, 3, 1, 4)
+
+
+def _per_channel(value: Statistic, channels: int, name: str) -> Tensor:
+    values = (value,) * channels if isinstance(value, float | int) else value
+    if len(values) != channels:
+        raise ValueError(f"backbone.{name} has {len(values)} values for {channels} channels; give one, or one per channel")
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def _patch_embedding(model: nn.Module, name: str) -> nn.Module:
+    if not isinstance(getattr(model, "patch_embed", None), nn.Module) or not hasattr(model, "forward_features"):
+        raise ValueError(f"timm's {name} has no patch embedding; masked patch prediction needs a vision transformer")
+    return model.patch_embed  # pyright: ignore
+
+
+def _image_size(model: nn.Module, name: str) -> Size:
+    size = getattr(_patch_embedding(model, name), "img_size", None) or model.default_cfg["input_size"][-2:]  # pyright: ignore
+    return pair(tuple(size) if not isinstance(size, int) else size)
+
+
+def _grid_for(patches: int, image_size: Size, model: nn.Module) -> Size:
+    grid = tuple(getattr(model.patch_embed, "grid_size", None) or ())  # pyright: ignore
+    if len(grid) == 2 and grid[0] * grid[1] == patches:
+        return grid  # pyright: ignore
+    rows = round((patches * image_size[0] / image_size[1]) ** 0.5)
+    if not rows or patches % rows:
+        raise ValueError(f"cannot tell the grid of {patches} patches on an image of {image_size[0]}x{image_size[1]}")
+    return rows, patches // rows
+
+
+def _split(output: Any) -> tuple[Tensor, Tensor | None]:
+    return output if isinstance(output, tuple) else (output, None)
+
+
+def _is_random(module: nn.Module) -> bool:
+    return float(getattr(module, "p", 0) or getattr(module, "drop_prob", 0) or 0) > 0

@@ -1,0 +1,1 @@
+"""Images from disk or hub to uint8 batches: sources, decoding, transforms, order, loading."""

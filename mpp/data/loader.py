@@ -1,0 +1,155 @@
+"""From positions in the order to batches of views: read, decode, crop, stack; unreadable pictures replaced and named."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from mpp.data.decode import DecodeError, decode
+from mpp.data.order import Order, Share
+from mpp.data.sources import Subset
+from mpp.data.transforms import Augment, fixed_view
+from mpp.patches import Size
+
+MAX_SPARES = 100  # unreadable replacements in a row before the data as a whole is called unreadable
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A picture that could not be used, for `skipped.jsonl`."""
+
+    id: int
+    name: str
+    reason: str
+
+
+class Pictures:
+    """Decoded pictures of a subset, by dataset id."""
+
+    def __init__(self, subset: Subset, channels: int, range: tuple[float, float] | None):
+        self.subset, self.channels, self.range = subset, channels, range
+
+    def read(self, ids: Sequence[int]) -> list[Tensor | Skipped]:
+        """uint8 (C, h, w) upright for each id, or why there is none."""
+        return [self._decoded(id, raw) for id, raw in zip(ids, self.subset.dataset.read(ids), strict=True)]
+
+    def _decoded(self, id: int, raw: Any) -> Tensor | Skipped:
+        try:
+            if isinstance(raw, Exception):
+                raise DecodeError(f"cannot be read: {raw}")
+            return decode(raw, self.channels, self.range)
+        except DecodeError as error:
+            return Skipped(int(id), self.subset.dataset.name(int(id)), str(error))
+
+
+class TrainingViews(TorchDataset):
+    """Global positions -> one micro-batch of augmented views; a pure function of (seed, position)."""
+
+    def __init__(self, pictures: Pictures, order: Order, augment: Augment, size: Size):
+        self.pictures, self.order, self.augment, self.size = pictures, order, augment, size
+        labels = pictures.subset.dataset.labels()
+        self.labels = None if labels is None else torch.from_numpy(labels)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        return self.__getitems__([position])
+
+    def __getitems__(self, positions: list[int]) -> dict[str, Any]:
+        """-> {"image": uint8 (B, C, H, W), "id", "epoch", "label"?: int64 (B,), "skipped": [Skipped]}."""
+        epochs, indices = self.order.at(torch.tensor(positions))
+        ids = torch.from_numpy(self.pictures.subset.ids)[indices]
+        pictures = self.pictures.read(ids.tolist())
+        skipped = [self._replace(row, epochs, ids, pictures) for row, p in enumerate(pictures) if isinstance(p, Skipped)]
+        draws = self.augment.draws(self.order.seed, epochs, ids)
+        views = [self.augment(p, self.size, d) for p, d in zip(cast(list[Tensor], pictures), draws, strict=True)]
+        batch = {"image": torch.stack(views), "id": ids, "epoch": epochs, "skipped": sum(skipped, [])}
+        return batch if self.labels is None else batch | {"label": self.labels[ids]}
+
+    def _replace(self, row: int, epochs: Tensor, ids: Tensor, pictures: list[Tensor | Skipped]) -> list[Skipped]:
+        """Puts the first readable spare in the place of a bad picture; the names of all that were bad."""
+        skipped, bad, epoch = [cast(Skipped, pictures[row])], int(ids[row]), int(epochs[row])
+        for attempt in range(MAX_SPARES):
+            spare = int(self.pictures.subset.ids[self.order.spare(epoch, bad, attempt)])
+            picture = self.pictures.read([spare])[0]
+            if not isinstance(picture, Skipped):
+                ids[row], pictures[row] = spare, picture
+                return skipped
+            skipped.append(picture)
+        raise ValueError(
+            f"{MAX_SPARES} pictures in a row could not be read, the last: {skipped[-1].name}: {skipped[-1].reason}. "
+            f"Does data.path hold pictures?"
+        )
+
+
+class FixedViews(TorchDataset):
+    """Places in a subset -> the pictures' fixed views; unreadable ones are left out and named."""
+
+    def __init__(self, pictures: Pictures, size: Size):
+        self.pictures, self.size = pictures, size
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        return self.__getitems__([place])
+
+    def __getitems__(self, places: list[int]) -> dict[str, Any]:
+        """-> {"image": uint8 (B', C, H, W), "id", "place": int64 (B',), "skipped": [Skipped]}, B' <= B."""
+        ids = self.pictures.subset.ids[places]
+        pictures = self.pictures.read(ids.tolist())
+        good = [row for row, picture in enumerate(pictures) if isinstance(picture, Tensor)]
+        views = [fixed_view(cast(Tensor, pictures[row]), self.size) for row in good]
+        return {
+            "image": torch.stack(views) if views else torch.empty(0, self.pictures.channels, *self.size).byte(),
+            "id": torch.from_numpy(ids[good]),
+            "place": torch.tensor(places, dtype=torch.int64)[good],
+            "skipped": [picture for picture in pictures if isinstance(picture, Skipped)],
+        }
+
+
+def training_batches(
+    views: TrainingViews, share: Share, first_step: int, last_step: int, workers: int, pin: bool = False
+) -> Iterator[dict[str, Any]]:
+    """One process's micro-batches from `first_step` on, the same for any number of workers."""
+    return iter(_loader(views, share.micro_batches(first_step, last_step), workers, pin))
+
+
+def fixed_batches(views: FixedViews, chunks: Iterable[Sequence[int]], workers: int) -> Iterator[dict[str, Any]]:
+    """The views of given chunks of places, in order."""
+    return iter(_loader(views, chunks, workers, pin=False))
+
+
+def chunks_of(count: int, size: int, rank: int = 0, world: int = 1) -> list[tuple[int, list[int]]]:
+    """0 .. count - 1 in fixed chunks, numbered; those of one process. The cut does not depend on the processes."""
+    starts = list(enumerate(range(0, count, size)))
+    return [(number, list(range(at, min(at + size, count)))) for number, at in starts[rank::world]]
+
+
+def spread(count: int, limit: int) -> np.ndarray:
+    """At most `limit` of 0 .. count - 1, evenly spread: which pictures stand for a large split."""
+    return np.arange(count) if count <= limit else np.arange(limit) * count // limit
+
+
+def _loader(views: TorchDataset, batches: Iterable[Sequence[int]], workers: int, pin: bool) -> DataLoader:
+    return DataLoader(
+        views,
+        batch_sampler=cast(Any, batches),
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=_leave_signals_to_the_parent,
+        pin_memory=pin,
+        prefetch_factor=4 if workers else None,
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Ctrl-C reaches the whole process group: workers must live until the parent has finished its step."""
+    import signal
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

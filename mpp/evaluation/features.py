@@ -1,0 +1,123 @@
+"""One feature function for every evaluation: a frozen backbone, every image exactly once, the same on any processes."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from mpp.backbones import Backbone, Pool
+from mpp.data.dataset import SourceFields
+from mpp.data.loader import FixedViews, Pictures, Skipped, chunks_of, fixed_batches
+from mpp.data.sources import Splits, Subset, open_splits
+
+CHUNK = 64  # images per forward pass, fixed: digits must not depend on the number of processes
+
+
+@dataclass(frozen=True)
+class Split:
+    """Features and labels of a labelled source: x float32 (N, D), y int64 (N,), on the CPU."""
+
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    classes: tuple[str, ...]
+    name: str
+
+
+class Features:
+    """Frozen features of labelled sources, computed once for all evaluations that ask.
+
+    evaluations: recipe sections with `data`, `pool` and `layers`; they tell what one pass must yield. default: the
+    source of those whose `data` is null. Pictures that cannot be read are left out and listed in `skipped`.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        accelerator: Accelerator,
+        evaluations: Sequence[Any],
+        default: SourceFields,
+        workers: int = 0,
+        splits: dict[Any, Splits] | None = None,
+    ):
+        self.backbone, self.accelerator, self.default, self.workers = backbone, accelerator, default, workers
+        self.evaluations, self.splits = evaluations, {} if splits is None else splits
+        self.skipped: list[Skipped] = []
+        self._done: dict[Any, dict[tuple[Pool, int], Split]] = {}
+
+    def get(self, source: Any, pool: Pool, layer: int) -> Split:
+        """The features of a source (null: the default one) under a pooling, after a block."""
+        source = source or self.default
+        key = repr(source)
+        if key not in self._done:
+            self._done[key] = self._extract(source)
+        return self._done[key][pool, layer]
+
+    def open(self, source: Any) -> Splits:
+        """The source's two splits; opened once."""
+        key = repr(source)
+        if key not in self.splits:
+            self.splits[key] = open_splits(source)
+        return self.splits[key]
+
+    def _extract(self, source: Any) -> dict[tuple[Pool, int], Split]:
+        asking = [e for e in self.evaluations if repr(e.data or self.default) == repr(source)]
+        pools = sorted({pool for e in asking for pool in e.pool})
+        layers = sorted({layer for e in asking for layer in e.layers})
+        splits = self.open(source)
+        train_x, train_y = self._subset(splits.train, source, pools, layers)
+        test_x, test_y = self._subset(splits.heldout, source, pools, layers)
+        classes, name = splits.train.classes or (), name_of(source)
+        return {at: Split(train_x[at], train_y, test_x[at], test_y, classes, name) for at in train_x}
+
+    @torch.no_grad()
+    def _subset(
+        self, subset: Subset, source: Any, pools: Sequence[Pool], layers: Sequence[int]
+    ) -> tuple[dict[tuple[Pool, int], Tensor], Tensor]:
+        """Every image of a subset through the backbone: features by (pool, layer), and labels."""
+        accelerator, count = self.accelerator, len(subset)
+        self.backbone.eval()
+        views = FixedViews(Pictures(subset, source.channels, source.range), self.backbone.image_size)
+        chunks = chunks_of(count, CHUNK, accelerator.process_index, accelerator.num_processes)
+        rows = {
+            (pool, layer): torch.zeros(count, self.backbone.embed_dim) for pool in pools for layer in layers
+        }
+        seen = torch.zeros(count, dtype=torch.int64)
+        skipped = 0
+        for batch in fixed_batches(views, [places for _, places in chunks], self.workers):
+            skipped += len(batch["skipped"])
+            self.skipped += batch["skipped"]
+            if len(batch["place"]):
+                seen[batch["place"]] += 1
+                outputs = self.backbone.features(batch["image"].to(accelerator.device), pools, layers)
+                for at, values in outputs.items():
+                    rows[at][batch["place"]] = values.float().cpu()
+        rows = {at: summed(accelerator, values) for at, values in rows.items()}
+        seen, skipped = summed(accelerator, seen), int(summed(accelerator, torch.tensor(skipped)))
+        assert int(seen.sum()) == count - skipped and int(seen.max()) <= 1, (
+            "an image was not counted exactly once"
+        )
+        good = seen.bool()
+        return {at: values[good] for at, values in rows.items()}, torch.from_numpy(subset.labels())[good]
+
+
+def summed(accelerator: Accelerator, values: Tensor) -> Tensor:
+    """Sum over processes; each row was filled by one of them, so that adding is exact."""
+    if accelerator.num_processes == 1:
+        return values
+    return accelerator.reduce(values.to(accelerator.device), reduction="sum").cpu()  # pyright: ignore
+
+
+def evaluate(evaluations: Iterable[Any], features: Features) -> list[dict[str, Any]]:
+    """The rows of all evaluations, without what only the job knows (run, step, backbone, commit)."""
+    return [row for evaluation in evaluations for row in evaluation(features)]
+
+
+def name_of(source: Any) -> str:
+    """A short name for result rows: the kind, or what distinguishes the data."""
+    what = getattr(source, "path", None) or getattr(source, "name", None)
+    return str(what).rstrip("/").rsplit("/", 1)[-1] if what else source.kind

@@ -1,0 +1,1 @@
+"""Pictures of what was learned: arrays in, figures out."""

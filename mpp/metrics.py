@@ -1,0 +1,82 @@
+"""Numbers on disk: JSON lines for the run's metrics and results, trackers beside them, and a small table for people."""
+
+import json
+import math
+import subprocess
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class JsonLines:
+    """A file of one JSON object per line, appended and flushed at once; a no-op on other processes than the main."""
+
+    def __init__(self, path: Path, active: bool = True):
+        self.path, self.active = path, active
+
+    def write(self, record: Row) -> None:
+        if self.active:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(plain(record), ensure_ascii=False) + "\n")
+
+    def read(self) -> list[Row]:
+        """All whole lines, none if there is no file."""
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def plain(record: Row) -> Row:
+    """JSON has no NaN and no infinity: they become null, which says as much and can be read everywhere."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
+
+
+@cache
+def commit() -> str | None:
+    """The git revision of this source tree, `+` when it has changes; null outside a checkout."""
+    folder = Path(__file__).parent
+    try:
+        run = lambda *words: subprocess.run(  # noqa: E731
+            ["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+        return run("rev-parse", "--short=12", "HEAD") + ("+" if run("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def table(rows: Iterable[Sequence[str]], header: Sequence[str]) -> str:
+    """Left-aligned first column, right-aligned others."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    )
+
+
+def comparison(results: Sequence[Row]) -> str:
+    """Newest trained scores beside the untrained backbone's, one line for each evaluation and setting."""
+    scores: dict[str, dict[str, Row]] = {}
+    for row in results:
+        scores.setdefault(_what(row), {})[row["backbone"]] = row
+    lines = []
+    for name, pair in scores.items():
+        before, after = pair.get("untrained"), pair.get("trained")
+        gain = f"{100 * (after['value'] - before['value']):+.1f}" if before and after else "-"
+        lines.append([name, _percent(before), _percent(after), gain])
+    return table(lines, ["top-1 accuracy, %" if all(r["metric"] == "top1" for r in results) else "accuracy, %", "untrained", "trained", "gain"])
+
+
+def _what(row: Row) -> str:
+    setting = ", ".join(f"{key} {value}" for key, value in row["setting"].items())
+    return f"{row['dataset']} {row['evaluation']} {row['metric']} ({setting})"
+
+
+def _percent(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    spread = f" ±{100 * row['spread']:.1f}" if row.get("spread") is not None else ""
+    return f"{100 * row['value']:.1f}{spread}"

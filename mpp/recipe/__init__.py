@@ -1,0 +1,1 @@
+"""The inside of `mpp.config`: recipe text, types, laying and checking, help."""

@@ -1,0 +1,118 @@
+"""`--help`: every field of a recipe with its default, type and meaning, as a recipe that one can copy."""
+
+import ast
+import inspect
+import textwrap
+from dataclasses import is_dataclass
+from functools import cache
+from typing import Any
+
+from mpp.recipe.text import dump
+from mpp.recipe.types import choose, defaults, describe, hints, item, kinds, sections
+
+HOW = """
+Below are all fields with their defaults: a complete recipe, to copy what you want to change.
+On the command line the same is written --section.field VALUE, after the recipe's path."""
+
+
+def help_text(kind: type, doc: str = "") -> str:
+    """The tool's docstring as comments, then the default recipe as YAML: `name: value  # type, meaning`.
+
+    Other members of a union follow their field, and fields without a default stand, commented out.
+    The whole text is a recipe and reads back to the defaults.
+    """
+    top = f"{inspect.cleandoc(doc)}\n{HOW}".strip() if doc else HOW.strip()
+    lines = [f"# {line}".rstrip() for line in top.splitlines()]
+    return "\n".join([*lines, "", *block(kind, defaults(kind), set())]) + "\n"
+
+
+def block(section: type, tree: dict[str, Any], told: set[type]) -> list[str]:
+    """The lines of one section; `told` gathers those whose fields have been shown."""
+    told.add(section)
+    return [line for name in hints(section) for line in entry(section, name, tree, told)]
+
+
+def entry(section: type, name: str, tree: dict[str, Any], told: set[type]) -> list[str]:
+    """The lines of one field: its value, then the members of its union that it is not."""
+    hint, meaning = hints(section)[name], meanings(section).get(name)
+    what = ", ".join(filter(None, [describe(hint), meaning]))
+    if name not in tree:
+        return [f"# {name}: ...  # needed: {what}", *variants(name, hint, None, told)]
+    note = "" if name == "kind" and len(kinds(section)) == 1 else f"  # {what}"
+    return [*active(name, hint, tree[name], note, told), *variants(name, hint, tree[name], told)]
+
+
+def active(name: str, hint: Any, value: Any, note: str, told: set[type]) -> list[str]:
+    """The lines of a field's value: a section, a list of sections, or what fits on a line."""
+    chosen = choose(hint, value)
+    if isinstance(value, dict) and chosen:
+        body = block(chosen, value, told)
+        empty = "" if any(not line.lstrip().startswith("#") for line in body) else " {}"
+        return [f"{name}:{empty}{note}", *indent(body)]
+    found = [choose(item(hint, i), one) for i, one in enumerate(value)] if isinstance(value, list) else []
+    bodies = (
+        [block(section, one, told) for section, one in zip(found, value, strict=True) if section]
+        if found
+        else []
+    )
+    if bodies:
+        return [f"{name}:{note}", *(line for body in bodies for line in indent(bullet(body)))]
+    return [f"{name}: {dump(value, flow=True).strip()}{note}"]
+
+
+def variants(name: str, hint: Any, value: Any, told: set[type]) -> list[str]:
+    """The sections that might stand here and do not, commented out; their fields only once in a text."""
+    many = value if isinstance(value, list) else []
+    shown = {choose(hint, value)} if isinstance(value, dict) else {choose(item(hint), one) for one in many}
+    lines = []
+    for section in dict.fromkeys(sections(hint).values()):
+        if section not in shown:
+            lines += variant(f"{name}:", section, told)
+    for section in dict.fromkeys(sections(item(hint)).values()):
+        if section not in shown:
+            lines += [*([] if shown else [f"{name}:"]), *indent(variant("-", section, told))]
+            shown.add(section)
+    return [f"# {line}" for line in lines]
+
+
+def variant(start: str, section: type, told: set[type]) -> list[str]:
+    if section in told:
+        kind = f"kind: {kinds(section)[0]}" if "kind" in hints(section) else ""
+        return [f"{start} {{{kind}}}  # its other fields: see above"]
+    body = block(section, defaults(section), told)
+    return bullet(body) if start == "-" else [f"{start}{about(section)}", *indent(body)]
+
+
+def indent(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def bullet(lines: list[str]) -> list[str]:
+    return [f"{'  ' if i else '- '}{line}" for i, line in enumerate(lines)]
+
+
+def about(section: type) -> str:
+    """The first line of a section's docstring, as a comment; one that dataclass wrote says nothing."""
+    text = (section.__doc__ or "").strip().partition("\n")[0]
+    return "" if not text or text.startswith(f"{section.__name__}(") else f"  # {text}"
+
+
+@cache
+def meanings(section: type) -> dict[str, str]:
+    """Field -> the string literal below it, base classes included; empty where there is no source to read."""
+    found: dict[str, str] = {}
+    for one in reversed(section.__mro__):
+        body = class_body(one) if is_dataclass(one) else []
+        for field, below in zip(body, body[1:], strict=False):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
+    return found
+
+
+def class_body(section: type) -> list[ast.stmt]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(section)))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    return tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []

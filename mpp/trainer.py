@@ -1,0 +1,244 @@
+"""The loop: batches in, updates out, and what is due after each step. It knows no task, no data and no evaluation."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor, nn
+
+from mpp.chance import Purpose, seed_of
+from mpp.optim import Extend
+from mpp.runtime import Precision, Runtime
+
+Batch = dict[str, Any]
+Count = Annotated[int, Ge(0)]
+Positive = Annotated[int, Gt(0)]
+MAX_BAD_STEPS = 10  # non-finite updates in a row before the run is called lost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How long, how much at a time, and what is written down."""
+
+    steps: Positive | None = None
+    """optimiser updates; or give epochs"""
+    epochs: Annotated[float, Gt(0)] | None = None
+    """passes over the training pictures, instead of steps"""
+    extend: tuple[Extend, ...] = ()
+    """stretches after the planned end of a finished run, e.g. --train.extend.steps 1000"""
+    batch_size: Positive = 256
+    """images per update over all devices; accumulation is derived"""
+    micro_batch_size: Positive | None = None
+    """images per device at once; null = batch_size / processes; never changes results beyond rounding"""
+    seed: Count = 0
+    """of weights, order, crops and masks"""
+    precision: Precision = "fp32"
+    """fp16 is refused on a CPU"""
+    compile: bool = False
+    """compile the transformer blocks (25-50 s at the start, then faster)"""
+    threads: Positive | None = None
+    """CPU threads per process; null = cores / processes"""
+    workers: Count = 0
+    """processes that decode, per device; never changes results"""
+    log_every: Positive = 50
+    """steps between lines in metrics.jsonl"""
+    eval_every: Count = 0
+    """steps between held-out loss, pictures and evaluations; 0 = at the beginning and the end only"""
+    checkpoint_every: Count = 0
+    """steps between checkpoints; 0 = at the end and on a stop only"""
+    keep_last: Positive = 2
+    """checkpoints that are kept"""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "aim", "comet_ml", "clearml", "trackio"], ...] = ()
+    """accelerate's trackers by name"""
+    trace: bool = False
+    """write the sample ids, and a hash of each view and mask, of every step to trace.jsonl (for comparing runs)"""
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        if (self.steps is None) == (self.epochs is None):
+            yield "steps", "give steps or epochs, and not both"
+        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
+            yield "micro_batch_size", f"{self.micro_batch_size} does not divide batch_size {self.batch_size}"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that is due every `every` steps (0: never by count), and at the end if `last`."""
+
+    every: int
+    action: Callable[[int], None]
+    last: bool = False
+
+    def due(self, step: int, total: int) -> bool:
+        return bool(self.every and step % self.every == 0) or (self.last and step == total)
+
+
+class Trainer:
+    """Runs a task's updates.
+
+    task: a module, batch -> {"loss": sum, "count": int, "correct"?: sum}, with the same count for every micro-batch, so
+    that sums over accumulation and processes are those of one large batch. learning_rate: step -> lr. observe: sees
+    every batch before it goes to the device. log: gets a record each `log_every` steps.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        task: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        learning_rate: Callable[[int], float],
+        *,
+        accumulation: int,
+        batch_size: int,
+        clip: float | None,
+        seed: int,
+        log_every: int,
+        observe: Callable[[int, Batch], None],
+        log: Callable[[dict[str, Any]], None],
+    ):
+        self.runtime, self.learning_rate, self.accumulation, self.batch_size = runtime, learning_rate, accumulation, batch_size
+        self.clip, self.seed, self.log_every, self.observe, self.log = clip, seed, log_every, observe, log
+        self.task, self.optimizer = runtime.accelerator.prepare(task, optimizer)
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.random = any(float(getattr(m, "p", 0) or getattr(m, "drop_prob", 0) or 0) > 0 for m in task.modules())
+        self.window = Window(runtime.device)
+        self.step = 0
+
+    def fit(self, batches: Iterator[Batch], last_step: int, events: Sequence[Event]) -> bool:
+        """Trains from the present step to `last_step`; False if a signal ended it before."""
+        self.task.train()
+        self.window.restart_clock()
+        while self.step < last_step:
+            self._update(batches)
+            self.step += 1
+            if self.step % self.log_every == 0 or self.step == last_step:
+                self._log()
+            for event in events:
+                if event.due(self.step, last_step):
+                    with self.window.paused():
+                        event.action(self.step)
+                    self.task.train()
+            if self.runtime.stop.agreed():
+                return self.step == last_step
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Step, and the sums of the unfinished log window of every process: floats, exact in JSON."""
+        gathered = self.runtime.accelerator.gather(self.window.sums).view(self.runtime.world, -1)  # pyright: ignore
+        scaler = self.runtime.accelerator.scaler
+        return {"step": self.step, "window": gathered.tolist(), "scaler": scaler.state_dict() if scaler else None}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        sums = torch.tensor(state["window"])
+        # Another number of processes cannot continue the sums one by one; their total still is the window's.
+        same = len(sums) == self.runtime.world
+        mine = sums[self.runtime.rank] if same else sums.sum(0) * (self.runtime.rank == 0)
+        self.window.sums.copy_(mine)
+        if self.runtime.accelerator.scaler and state.get("scaler"):
+            self.runtime.accelerator.scaler.load_state_dict(state["scaler"])
+
+    def _update(self, batches: Iterator[Batch]) -> None:
+        """One optimiser step over `accumulation` micro-batches."""
+        for micro in range(self.accumulation):
+            with self.window.waiting():
+                batch = next(batches)
+            self.observe(self.step, batch)
+            batch = {key: v.to(self.runtime.device, non_blocking=True) for key, v in batch.items() if isinstance(v, Tensor)}
+            if self.random:
+                torch.manual_seed(seed_of(self.seed, Purpose.DROPOUT, self.step, self.runtime.rank, micro))
+            last = micro == self.accumulation - 1
+            # Gradients are averaged over processes once, with the last micro-batch.
+            with contextlib.nullcontext() if last else self.runtime.accelerator.no_sync(self.task):
+                result = self.task(batch)
+                self.runtime.accelerator.backward(result["loss"] / (result["count"] * self.accumulation))
+            self.window.add(result, len(batch["id"]))
+        self._apply()
+
+    def _apply(self) -> None:
+        """Clip and step; an update with a non-finite gradient is left out, on every process alike."""
+        accelerator = self.runtime.accelerator
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(self.step)
+        limit = float("inf") if self.clip is None else self.clip
+        norm = accelerator.clip_grad_norm_(self.parameters, limit)
+        assert norm is not None
+        bad = (~norm.isfinite()).float()
+        if accelerator.scaler is None:
+            # The fused optimiser reads this flag on the device: no wait for it here.
+            self.optimizer.optimizer.found_inf, self.optimizer.optimizer.grad_scale = bad, None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.window.norm = norm.detach()
+        self.window.count_bad(bad)
+
+    def _log(self) -> None:
+        record = self.window.summary(self.runtime)
+        if record.pop("bad_streak") >= MAX_BAD_STEPS:
+            raise FloatingPointError(
+                f"the gradient was not finite for {MAX_BAD_STEPS} steps in a row up to step {self.step}; no such update was "
+                f"applied. Try a lower optim.lr or precision: fp32, and look for broken values in the data"
+            )
+        head = {"step": self.step, "images_seen": self.step * self.batch_size}
+        self.log(head | record | {"lr": self.learning_rate(self.step - 1)})
+
+
+class Window:
+    """Sums since the last log line, kept on the device, and the clock."""
+
+    NAMES = ("loss", "count", "correct", "bad", "bad_streak")
+
+    def __init__(self, device: torch.device):
+        self.sums = torch.zeros(len(self.NAMES), device=device)
+        self.norm = torch.zeros((), device=device)
+        self.has_correct = False
+        self.restart_clock()
+
+    def add(self, result: Batch, images: int) -> None:
+        self.has_correct = "correct" in result
+        correct = result.get("correct", torch.zeros_like(result["loss"]))
+        self.sums[:3] += torch.stack([result["loss"].detach(), torch.full_like(result["loss"], result["count"]), correct]).detach()
+        self.images += images
+
+    def count_bad(self, bad: Tensor) -> None:
+        self.sums[3] += bad
+        self.sums[4] = (self.sums[4] + bad) * bad
+
+    def summary(self, runtime: Runtime) -> dict[str, Any]:
+        """Means over the window and all processes; starts the next window."""
+        sums = runtime.accelerator.reduce(self.sums.clone(), reduction="sum")
+        loss, count, correct, bad, streak = sums.tolist()  # pyright: ignore
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        record = {
+            "loss": loss / count,
+            "grad_norm": self.norm.item(),
+            "images_per_second": self.images * runtime.world / seconds,
+            "data_wait": self.waited / seconds,
+            "skipped_updates": int(bad / runtime.world),
+            "bad_streak": streak / runtime.world,
+        }
+        if self.has_correct:
+            record["accuracy"] = correct / count
+        self.sums[:4] = 0
+        self.restart_clock()
+        return record
+
+    def restart_clock(self) -> None:
+        self.started, self.waited, self.images = time.perf_counter(), 0.0, 0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time in here is waiting for data."""
+        began = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time in here (saving, evaluating) is not training time."""
+        began = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - began
