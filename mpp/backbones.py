@@ -10,14 +10,13 @@ from typing import Annotated, Any, Literal
 
 import timm
 import torch
-import torch.nn.functional as F
 from annotated_types import Ge, Gt, Lt
 from pydantic import Field
-from timm.models.vision_transformer import Attention, Block, VisionTransformer
 from torch import Tensor, nn
 
-from mpp.masking import Plan, corrupt, gather, partners
-from mpp.patches import Size, grid_of, pair, to_patches
+from mpp.masking import Plan, corrupt, gather
+from mpp.patches import Size, grid_of, pair
+from mpp.plain_vit import corrupted_tokens, is_plain_vit
 
 Pool = Literal["mean", "cls"]
 Positive = Annotated[int, Gt(0)]
@@ -97,7 +96,11 @@ class ViT:
 
     def regularization(self) -> dict[str, Any]:
         """Arguments that matter in training only and do not travel with the weights."""
-        return {"proj_drop_rate": self.dropout, "pos_drop_rate": self.dropout, "drop_path_rate": self.drop_path}
+        return {
+            "proj_drop_rate": self.dropout,
+            "pos_drop_rate": self.dropout,
+            "drop_path_rate": self.drop_path,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +207,7 @@ class Backbone(nn.Module):
         `plain` takes the short way where the model allows it; the values are the same (a test holds them equal).
         """
         if plain and self.is_plain:
-            return self._plain_corrupted_features(images, plan, mask_token)
+            return corrupted_tokens(self, images, plan, mask_token)
         self._corruption = lambda tokens: corrupt(tokens, plan, mask_token)
         try:
             tokens = self.model.forward_features(self.normalize(images))  # pyright: ignore
@@ -233,15 +236,24 @@ class Backbone(nn.Module):
             return [self.model.forward_features(images)] * len(layers)  # pyright: ignore
         indices = [layer + self.depth if layer < 0 else layer for layer in layers]
         if not all(0 <= index < self.depth for index in indices):
-            raise ValueError(f"layers {list(layers)} of a backbone with {self.depth}: expected {-self.depth} .. {self.depth - 1}")
+            raise ValueError(
+                f"layers {list(layers)} of a backbone with {self.depth}: expected {-self.depth} .. {self.depth - 1}"
+            )
         wanted = sorted(set(indices))
         try:
             pairs = self.model.forward_intermediates(  # pyright: ignore
-                images, indices=wanted, norm=True, output_fmt="NLC", intermediates_only=True, return_prefix_tokens=True
+                images,
+                indices=wanted,
+                norm=True,
+                output_fmt="NLC",
+                intermediates_only=True,
+                return_prefix_tokens=True,
             )
         except (AttributeError, TypeError):
             raise ValueError(f"timm's {self.name} gives no intermediate layers; try layers: [-1]") from None
-        tokens = [torch.cat([prefix, patches], 1) if prefix is not None else patches for patches, prefix in map(_split, pairs)]
+        tokens = [
+            torch.cat([prefix, patches], 1) if prefix is not None else patches for patches, prefix in map(_split, pairs)
+        ]
         return [tokens[wanted.index(index)] for index in indices]
 
     def _corrupt_embedding(self, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -272,82 +284,6 @@ class Backbone(nn.Module):
             )
         return _grid_for(patches, self.image_size, self.model), prefix, out.shape[2]
 
-    def _plain_corrupted_features(self, images: Tensor, plan: Plan, mask_token: Tensor) -> Tensor:
-        """The same for a plain ViT, with tokens kept in the plan's order: corrupted ones are a slice, not a gather.
-
-        Masked patches are never embedded, and the last block computes keys and values for all tokens but the rest
-        only for the corrupted ones.
-        """
-        model: Any = self.model
-        pixels = to_patches(images, self.patch_size)
-        needed = torch.cat([partners(pixels, plan), gather(pixels, plan.permutation[:, plan.masked + plan.random :])], 1)
-        embedded = self._embed(needed)
-        replaced, own = embedded[:, : plan.random], embedded[:, plan.random :]
-        masks = mask_token.to(embedded.dtype).expand(len(images), plan.masked, -1)
-        tokens = self._add_positions(torch.cat([masks, replaced, own], 1), plan.permutation)
-        tokens = model.norm_pre(tokens)
-        for block in model.blocks[:-1]:
-            tokens = block(tokens)
-        wanted = slice(self.num_prefix_tokens, self.num_prefix_tokens + plan.num_corrupted)
-        return model.norm(partial_block(model.blocks[-1], tokens, wanted))
-
-    def _embed(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, M, P*Q*C) -> (B, M, D): the patch projection as one matrix product, pixel statistics folded in."""
-        projection = self.model.patch_embed.proj  # pyright: ignore
-        weight = projection.weight.permute(0, 2, 3, 1)
-        weight = (weight / (255 * self.std)).flatten(1)
-        shift = (projection.weight.sum((2, 3)) * (self.mean / self.std)).sum(1)
-        bias = -shift if projection.bias is None else projection.bias - shift
-        return F.linear(pixels.float(), weight, bias)
-
-    def _add_positions(self, patches: Tensor, permutation: Tensor) -> Tensor:
-        """Patches (B, N, D) in permuted order -> prefix tokens and patches with their positions."""
-        model: Any = self.model
-        prefix = [token.expand(len(patches), -1, -1) for token in (model.cls_token, model.reg_token) if token is not None]
-        positions = model.pos_embed[0]
-        if not model.no_embed_class and self.num_prefix_tokens:
-            prefix = [torch.cat(prefix, 1) + positions[: self.num_prefix_tokens]]
-            positions = positions[self.num_prefix_tokens :]
-        return model.pos_drop(torch.cat([*prefix, patches + positions[permutation]], 1))
-
-
-def is_plain_vit(model: nn.Module) -> bool:
-    """Whether every step of the model is one that `_plain_corrupted_features` spells out."""
-    return (
-        type(model) is VisionTransformer
-        and model.pos_embed is not None
-        and not model.dynamic_img_size
-        and isinstance(model.patch_drop, nn.Identity)
-        and isinstance(getattr(model.patch_embed, "norm", None), nn.Identity)
-        and isinstance(getattr(model.patch_embed, "proj", None), nn.Conv2d)
-        and model.patch_embed.proj.kernel_size == model.patch_embed.proj.stride
-        and all(type(block) is Block and type(block.attn) is Attention for block in model.blocks)
-    )
-
-
-def partial_block(block: Any, tokens: Tensor, wanted: slice) -> Tensor:
-    """A timm `Block` whose output is needed for some tokens only: (B, T, D) -> (B, wanted, D)."""
-    attention, normed, rest = block.attn, block.norm1(tokens), tokens[:, wanted]
-    heads, width = attention.num_heads, attention.qkv.weight.shape[0] // 3
-    weights, biases = attention.qkv.weight.split([width, 2 * width]), (None, None)
-    if attention.qkv.bias is not None:
-        biases = attention.qkv.bias.split([width, 2 * width])
-    query = _heads(F.linear(normed[:, wanted], weights[0], biases[0]), heads, 1)[0]
-    key, value = _heads(F.linear(normed, weights[1], biases[1]), heads, 2)
-    query, key = attention.q_norm(query), attention.k_norm(key)
-    if attention.fused_attn:
-        drop = attention.attn_drop.p if attention.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=drop)
-    else:
-        mixed = attention.attn_drop((query * attention.scale @ key.mT).softmax(-1)) @ value
-    mixed = mixed.transpose(1, 2).flatten(2)
-    if hasattr(attention, "norm"):
-        mixed = attention.norm(mixed)
-    if getattr(attention, "gate", None) is not None:
-        mixed = mixed * attention.gate(normed[:, wanted]).sigmoid()
-    rest = rest + block.drop_path1(block.ls1(attention.proj_drop(attention.proj(mixed))))
-    return rest + block.drop_path2(block.ls2(block.mlp(block.norm2(rest))))
-
 
 def choose_attention(model: nn.Module, device: torch.device, precision: str) -> None:
     """The one place that picks the attention kernel.
@@ -361,20 +297,17 @@ def choose_attention(model: nn.Module, device: torch.device, precision: str) -> 
 
 
 def compile_in_place(backbone: "Backbone") -> None:
-    """Compiles block by block, so that the names in state dicts stay as they are and blocks share one compiled graph."""
+    """Compiles block by block, so that names in state dicts stay and all blocks share one compiled graph."""
     for block in getattr(backbone.model, "blocks", [backbone.model]):
         block.compile()
-
-
-def _heads(x: Tensor, heads: int, parts: int) -> Tensor:
-    """(B, T, parts * D) -> (parts, B, heads, T, D / heads)."""
-    return x.unflatten(-1, (parts, heads, -1)).permute(2, 0, 3, 1, 4)
 
 
 def _per_channel(value: Statistic, channels: int, name: str) -> Tensor:
     values = (value,) * channels if isinstance(value, float | int) else value
     if len(values) != channels:
-        raise ValueError(f"backbone.{name} has {len(values)} values for {channels} channels; give one, or one per channel")
+        raise ValueError(
+            f"backbone.{name} has {len(values)} values for {channels} channels; give one, or one per channel"
+        )
     return torch.tensor(values, dtype=torch.float32)
 
 
@@ -385,7 +318,8 @@ def _patch_embedding(model: nn.Module, name: str) -> nn.Module:
 
 
 def _image_size(model: nn.Module, name: str) -> Size:
-    size = getattr(_patch_embedding(model, name), "img_size", None) or model.default_cfg["input_size"][-2:]  # pyright: ignore
+    own: Any = getattr(_patch_embedding(model, name), "img_size", None)
+    size: Any = own or model.default_cfg["input_size"][-2:]  # pyright: ignore
     return pair(tuple(size) if not isinstance(size, int) else size)
 
 

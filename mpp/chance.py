@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of integers: (seed, epoch, sample id, purpose) in, the same bits out on every device.
+"""Random numbers as pure functions of integers: (seed, epoch, sample id, purpose) in, the same bits on every device.
 
 A counter-based hash (SplitMix64's finaliser, Steele et al. 2014) is folded over the words. No generator, no state:
 nothing to save for a resume, nothing that depends on workers or processes.

@@ -170,10 +170,10 @@ def prune(run: Path, keep_last: int) -> list[Path]:
 
 
 def tidy(run: Path) -> list[Path]:
-    """Clear up behind a killed writer; return what was deleted. For the run's one writer, at its start.
+    """Clear up behind a killed writer; return what was deleted. For the run's one writer, first of all.
 
     Unfinished folders go. An old folder that stood aside while its step was written again goes too if the
-    step is whole; otherwise it returns to its place.
+    step is whole; otherwise it returns to its place (so call `newest` afterwards: the path changes).
     """
     home = Path(run) / "checkpoints"
     gone = sorted(home.glob(f"{TEMPORARY}*"))

@@ -1,6 +1,7 @@
 """Recipes: YAML over the defaults, command-line overrides on top, checked into one frozen dataclass."""
 
 import os
+import re
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from mpp.recipe.types import defaults, plain
 __all__ = ["RecipeError", "differences", "dump_recipe", "help_text", "load_recipe", "recipe_path"]
 
 T = TypeVar("T")
+NAME = re.compile(r"[^\s.]+(\.[^\s.]+)*")
 
 
 def load_recipe(kind: type[T], argv: list[str], doc: str = "", default: Path | None = None) -> T:
@@ -31,14 +33,18 @@ def load_recipe(kind: type[T], argv: list[str], doc: str = "", default: Path | N
     path = files[0] if files else default
     if not files and os.environ.get("RANK", "0") == "0":
         print(f"No recipe named: using {path or 'the defaults'}")
+    try:
+        trees = layers(path, notes) if path else []
+    except RecipeError as error:  # nothing to check the overrides against, but what is wrong in themselves
+        raise RecipeError("\n".join([str(error), *notes.faults])) from None
     reader = Reader(kind, notes)
     tree = defaults(kind)
-    for layer in [*(layers(path, notes) if path else []), overrides]:
+    for layer in [*trees, overrides]:
         tree = reader.lay(kind, tree, layer)
     recipe = reader.section(kind, tree, "")
-    if notes.faults:
-        count = "1 fault" if len(notes.faults) == 1 else f"{len(notes.faults)} faults"
-        raise RecipeError("\n  ".join([f"{count} in {path or 'the recipe'}:", *notes.faults]))
+    if faults := [*notes.faults, *notes.crossed]:
+        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        raise RecipeError("\n  ".join([f"{count} in {path or 'the recipe'}:", *faults]))
     return recipe
 
 
@@ -92,21 +98,29 @@ def command_line(argv: list[str], notes: Notes) -> tuple[list[Path], Dots]:
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("-") and not files:
             files.append(Path(word))
-        elif not word.startswith("--") or not all(name.split(".")):
-            known = f"the recipe is {files[0]}, and " if files else ""
-            tip = f"{known}a value with blanks needs quotes around it"
-            notes.add("", f"expected --section.field VALUE, got {word!r}; {tip}", COMMAND_LINE)
-        elif equals or words and not words[0].startswith("--"):
+        elif not word.startswith("--") or not NAME.fullmatch(name):
+            notes.add("", f"expected --section.field VALUE, got {word!r}; {advice(word, files)}", COMMAND_LINE)
+        elif equals or (words and not words[0].startswith("--")):
             override(overrides, name, value if equals else words.pop(0), notes)
         else:
             notes.add(name, f"needs a value: --{name} VALUE", COMMAND_LINE)
     return files, overrides
 
 
+def advice(word: str, files: list[Path]) -> str:
+    """What to do about a word that is neither recipe nor override."""
+    bare = word.lstrip("-\u2013\u2014")  # with the dashes that word processors make of two hyphens
+    if bare != word and not word.startswith("--"):
+        return f"two plain hyphens begin a name: --{bare}"
+    if "=" in word and NAME.fullmatch(word.partition("=")[0]) and not word.startswith("--"):
+        return f"write --{word}"
+    return f"a value with blanks needs quotes around it{f'; the recipe is {files[0]}' if files else ''}"
+
+
 def override(tree: Dots, name: str, word: str, notes: Notes) -> None:
     """Put one `--name word` into the tree of overrides."""
     value: Any = Plain(word) if word else word
-    if word[:1] in ("[", "{") or len(word) > 1 and word[0] == word[-1] and word[0] in "\"'":
+    if word[:1] in ("[", "{") or (len(word) > 1 and word[0] == word[-1] and word[0] in "\"'"):
         try:
             value = parse(word, COMMAND_LINE, notes, name)
         except RecipeError as error:

@@ -97,7 +97,7 @@ def belongs(line: bytes, step: int) -> bool:
 
 
 def replace_file(path: Path, parts: Iterable[bytes]) -> None:
-    """Put new content in the place of an existing file, which holds all of the old or all of the new."""
+    """Write a file, new or over an old one: what stands there is all of the old or all of the new."""
     # A fixed name: what a kill leaves behind, the next attempt overwrites (a run has one writer).
     fresh = path.with_name(f".{path.name}.new")
     write_file(fresh, parts)

@@ -102,7 +102,10 @@ class Corruption:
     def faults(self) -> Iterator[tuple[str, str]]:
         total = self.mask_token + self.random_patch
         if total > 1 + 1e-9:
-            yield "mask_token", f"mask_token + random_patch is {total:g}, expected at most 1 (the rest is kept)"
+            yield (
+                "mask_token",
+                f"mask_token + random_patch is {total:g}, expected at most 1 (the rest is kept)",
+            )
 
     def counts(self, corrupted: int) -> tuple[int, int, int]:
         """K -> (masked, random, kept), rounded half up and adding up to K (METHOD.md 1)."""
@@ -142,7 +145,7 @@ def corrupt(tokens: Tensor, plan: Plan, mask_token: Tensor) -> Tensor:
 
     Random patches are read from the uncorrupted embeddings, whatever the plan does to their own places.
     """
-    batch, patches, width = tokens.shape
+    batch, _, width = tokens.shape
     masks = mask_token.to(tokens.dtype).expand(batch, plan.masked, width)
     replacements = torch.cat([masks, partners(tokens, plan)], dim=1)
     return tokens.scatter(1, plan.replaced[..., None].expand(-1, -1, width), replacements)

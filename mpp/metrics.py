@@ -31,7 +31,9 @@ class JsonLines:
 
 def plain(record: Row) -> Row:
     """JSON has no NaN and no infinity: they become null, which says as much and can be read everywhere."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
 
 
 @cache
@@ -52,7 +54,10 @@ def table(rows: Iterable[Sequence[str]], header: Sequence[str]) -> str:
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
-        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in lines
     )
 
@@ -67,7 +72,15 @@ def comparison(results: Sequence[Row]) -> str:
         before, after = pair.get("untrained"), pair.get("trained")
         gain = f"{100 * (after['value'] - before['value']):+.1f}" if before and after else "-"
         lines.append([name, _percent(before), _percent(after), gain])
-    return table(lines, ["top-1 accuracy, %" if all(r["metric"] == "top1" for r in results) else "accuracy, %", "untrained", "trained", "gain"])
+    return table(
+        lines,
+        [
+            "top-1 accuracy, %" if all(r["metric"] == "top1" for r in results) else "accuracy, %",
+            "untrained",
+            "trained",
+            "gain",
+        ],
+    )
 
 
 def _what(row: Row) -> str:

@@ -103,7 +103,7 @@ def curve(step: int, steps: int, schedule: Schedule, peak: float, final: float, 
     return peak + (final - peak) * fall
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[tuple[float, dict[str, Tensor]]]:
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[tuple[float, dict[str, nn.Parameter]]]:
     """[(decay, {name: parameter})]: matrices with decay, then everything else without. Every parameter once."""
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     decayed = {name: p for name, p in trainable.items() if _decays(name, p)}

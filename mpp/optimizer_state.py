@@ -39,6 +39,7 @@ def optimizer_state(optimizer: Optimizer, names: list[str]) -> tuple[dict[str, T
     the live ones, not copies: store them before the next step. ValueError: names that do not fit, or state
     that has no place in tensors and JSON.
     """
+    optimizer = unwrapped(optimizer)
     named = dict(zip(fitting(names, optimizer), parameters(optimizer), strict=True))
     refuse_foreign_state(optimizer, named.values())
     tensors: dict[str, Tensor] = {}
@@ -62,6 +63,7 @@ def load_optimizer_state(
     ValueError names everything that is missing, unexpected or of another shape; the optimizer is then as it
     was before.
     """
+    optimizer = unwrapped(optimizer)
     check_kind(optimizer, document)
     fitting(names, optimizer)
     groups = document["groups"]
@@ -86,11 +88,14 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def kind(optimizer: Optimizer) -> str:
-    return type(unwrapped(optimizer)).__name__
+    return type(optimizer).__name__
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    return getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper holds the real one
+    """The optimizer that holds the state, inside accelerate's wrapper or timm's Lookahead."""
+    for holder in ("optimizer", "_base_optimizer"):
+        optimizer = getattr(optimizer, holder, optimizer)
+    return optimizer
 
 
 def fitting(names: list[str], optimizer: Optimizer) -> list[str]:
@@ -116,13 +121,14 @@ def refuse_foreign_state(optimizer: Optimizer, known: Iterable[Parameter]) -> No
     """Stop rather than store half a state: timm's kron and adahessian draw from generators of their own."""
     import torch
 
-    more = set(optimizer.state_dict()) - {"state", "param_groups"}
-    more |= {key for key, value in vars(unwrapped(optimizer)).items() if isinstance(value, torch.Generator)}
+    whole = optimizer.state_dict()
+    more = set(whole) - {"state", "param_groups"}
+    more |= {key for key, value in vars(optimizer).items() if isinstance(value, torch.Generator)}
     if more:
         raise ValueError(f"{kind(optimizer)} keeps more than what goes by parameter: {shortened(more)}")
     strays = optimizer.state.keys() - set(known)
-    if strays:
-        raise ValueError(f"{kind(optimizer)} keeps state of {len(strays)} things that are not its parameters")
+    if strays or len(whole["state"]) != len(optimizer.state):
+        raise ValueError(f"{kind(optimizer)} keeps state elsewhere than by its parameters")
 
 
 def split(entries: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

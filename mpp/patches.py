@@ -1,4 +1,4 @@
-"""Images and their patches: cutting, joining, grids, and exact colours per patch. Pure functions, any channels, any shape."""
+"""Images and their patches: cutting, joining, grids, exact colours per patch. Pure functions."""
 
 import torch
 from einops import rearrange
@@ -54,7 +54,10 @@ def color_levels(images: Tensor, patch_size: Size, bits: int, cells: Size = (1, 
 
 
 def color_classes(levels: Tensor, bits: int) -> Tensor:
-    """(..., C) levels -> (...) classes: `sum(level[c] * (2**bits)**c)`, channel 0 least significant. Frozen: heads travel."""
+    """(..., C) levels -> (...) classes: `sum(level[c] * (2**bits)**c)`, channel 0 least significant (frozen).
+
+    The order must never change: heads travel.
+    """
     weights = (2**bits) ** torch.arange(levels.shape[-1], device=levels.device)
     return (levels * weights).sum(-1)
 

@@ -1,6 +1,5 @@
 """The job: masked patch pretraining, from a recipe to a run folder."""
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,8 +9,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from mpp import checkpoint as checkpoints
 from mpp.backbones import BackboneSpec, ViT, build_backbone, choose_attention, compile_in_place
+from mpp.checkpoint import Checkpoint
 from mpp.config import dump_recipe
 from mpp.data.loader import FixedViews, Pictures, TrainingViews, training_batches
 from mpp.data.order import Order, Share
@@ -21,20 +20,20 @@ from mpp.data.transforms import Augment
 from mpp.evaluation.features import Features, Split, evaluate
 from mpp.evaluation.fewshot import FewShot
 from mpp.evaluation.knn import KNN
-from mpp.heldout import HeldOut, HeldOutLoss, baselines
-from mpp.inspection import reconstruction
+from mpp.header import header
+from mpp.heldout import HeldOut, HeldOutLoss
 from mpp.masking import Corruption, Masking, RandomMasking
 from mpp.metrics import commit, comparison
 from mpp.optim import AdamW, LearningRate, Optim
-from mpp.optimizer_state import load_optimizer_state, optimizer_state
 from mpp.patches import pair
-from mpp.progress import Progress, duration, heldout_line, millions, seconds_per_pass
+from mpp.progress import Progress, heldout_line
 from mpp.runs import Run
 from mpp.runtime import Runtime, environment, start
 from mpp.targets import MeanColor, Target
 from mpp.tasks import MaskedPatches, Objective
+from mpp.trace import Trace
 from mpp.trainer import Event, Train, Trainer
-from mpp.weights import initialize, load_task, objective_config, objective_tensors, timm_config
+from mpp.weights import initialize
 
 Evaluation = Annotated[KNN | FewShot, Field(discriminator="kind")]
 
@@ -101,7 +100,10 @@ class PretrainConfig:
         for number, evaluation in enumerate(self.evaluations):
             data = evaluation.data or self.data
             if data.channels != self.data.channels:
-                yield f"evaluations.{number}.data.channels", f"{data.channels} is not data.channels {self.data.channels}"
+                yield (
+                    f"evaluations.{number}.data.channels",
+                    f"{data.channels} is not data.channels {self.data.channels}",
+                )
 
     def _misfits(self, backbone: ViT) -> Iterator[tuple[str, str]]:
         image, patch = pair(backbone.image_size), pair(backbone.patch_size)
@@ -117,13 +119,22 @@ class PretrainConfig:
         for name in ("pixel_mean", "pixel_std"):
             value = getattr(backbone, name)
             if isinstance(value, tuple) and len(value) != self.data.channels:
-                yield f"backbone.{name}", f"{len(value)} values for {self.data.channels} channels; give one, or one each"
+                yield (
+                    f"backbone.{name}",
+                    f"{len(value)} values for {self.data.channels} channels; give one, or one each",
+                )
         depth = backbone.shape()[1]
         for number, evaluation in enumerate(self.evaluations):
             if not all(-depth <= layer < depth for layer in evaluation.layers):
-                yield f"evaluations.{number}.layers", f"{list(evaluation.layers)} of a backbone with {depth} blocks"
+                yield (
+                    f"evaluations.{number}.layers",
+                    f"{list(evaluation.layers)} of a backbone with {depth} blocks",
+                )
             if "cls" in evaluation.pool and not backbone.class_token:
-                yield f"evaluations.{number}.pool", "cls asks for a class token and backbone.class_token is false"
+                yield (
+                    f"evaluations.{number}.pool",
+                    "cls asks for a class token and backbone.class_token is false",
+                )
 
 
 def pretrain(config: PretrainConfig) -> int:
@@ -164,14 +175,21 @@ class Pretraining:
     def run(self) -> int:
         """Everything before the first step, the steps, and everything after."""
         found = self._open()
-        self.skips = SkipList(self.files.skipped, self.runtime.gather_objects)
-        self._print_header(found)
-        self._watch()
+        gather = self.runtime.gather_objects
+        self.skips = SkipList(self.files.skipped, gather)
+        self.trace = Trace(self.files.trace, self.share.accumulation, gather) if self.config.train.trace else None
+        for what, words in header(self, found.step if found else 0):
+            self.runtime.log(f"{what:<10} {words}")
+        views, workers = self.fixed_views, self.config.train.workers
+        self.heldout = HeldOutLoss(
+            self.config.heldout, self.task, views["train"], views["heldout"], self.runtime, workers
+        )
+        self.skips.add("heldout", self.heldout.skipped)
         self.trainer = self._make_trainer()
         if found is None:
             self._before_the_first_step()
         else:
-            self._load(found)
+            self.trainer.load_state(self.files.load(found, self.task, self.optimizer, self.names))
         if self.trainer.step < self.total_steps and not self._train():
             return EXIT_STOPPED
         return self._finish()
@@ -182,7 +200,9 @@ class Pretraining:
         if train.compile:
             compile_in_place(self.backbone)
         pin = self.runtime.device.type == "cuda"
-        batches = training_batches(self.train_views, self.share, self.trainer.step, self.total_steps, train.workers, pin)
+        batches = training_batches(
+            self.train_views, self.share, self.trainer.step, self.total_steps, train.workers, pin
+        )
         self.progress = Progress(self.runtime, self.trainer.step, self.total_steps, train.batch_size)
         done = self.trainer.fit(
             batches,
@@ -198,51 +218,40 @@ class Pretraining:
         if not done:
             self.skips.flush()
             self._save(self.trainer.step)
-            self.runtime.log(f"stopped and saved at step {self.trainer.step:,} of {self.total_steps:,}; the same command goes on")
+            self.runtime.log(
+                f"stopped and saved at step {self.trainer.step:,} of {self.total_steps:,}; the same command goes on"
+            )
         return done
 
-    def _open(self) -> checkpoints.Checkpoint | None:
+    def _open(self) -> Checkpoint | None:
         """The run folder, new or gone on with; the checkpoint to begin from."""
         config, found = self.config, None
+        dataset = self.data.train.dataset
+        data = {
+            "fingerprint": dataset.fingerprint(),
+            "images": len(dataset),
+            "description": dataset.description,
+        }
+        facts = environment(self.runtime) | {"data": data, "commit": commit()}
         if self.begun:
-            self._refuse_changes()
+            for note in self.files.check_same(config, self._free(), facts):
+                self.runtime.log(f"note: {note}")
             found, damaged = self.files.newest()
             for path, reason in damaged:
                 self.runtime.log(f"skipped a damaged checkpoint: {path}: {reason}")
             self.files.cut_back(found.step if found else -1)
         self.runtime.accelerator.wait_for_everyone()
-        self.files.create(config, environment(self.runtime) | {"data": self.data_facts(), "commit": commit()})
+        self.files.create(config, facts)
         if self.runtime.is_main:
             self.runtime.log_file = self.files.path / "train.log"
         if config.train.trackers:
             self.runtime.accelerator.init_trackers("mpp", {"recipe": dump_recipe(config)})
         return found
 
-    def _refuse_changes(self) -> None:
-        """The same command on the same folder goes on; one that would learn something else is refused by name."""
-        free = set(FREE)
-        if self.config.corruption.pool == "batch" or self.backbone.has_dropout:
-            free.discard("train.micro_batch_size")  # here results depend on how a batch is split
-        changes = self.files.changes(self.config, free)
-        before = self.files.environment()
-        if before["data"]["fingerprint"] != self.data_facts()["fingerprint"]:
-            changes.append(f"data: {before['data']['images']:,} images before, {self.data_facts()['images']:,} now, or others")
-        stored = self.files.stored(self.config).train.extend
-        if self.config.train.extend[: len(stored)] != stored:
-            changes.append("train.extend: a stretch of the run was changed or taken away; only add to them")
-        if changes:
-            raise ValueError(
-                f"{self.files.path} holds a run of another recipe; these differ:\n  " + "\n  ".join(changes) + "\n"
-                "Take back the changes, or begin another run with --out. To go on from its weights: "
-                f"--init {self.files.path}; to train a finished run longer: --train.extend.steps N"
-            )
-        for what, now in (("threads", self.runtime.threads), ("processes", self.runtime.world)):
-            if before[what] != now:
-                self.runtime.log(f"note: {before[what]} {what} before, {now} now: results differ in rounding")
-
-    def data_facts(self) -> dict[str, Any]:
-        dataset = self.data.train.dataset
-        return {"fingerprint": dataset.fingerprint(), "images": len(dataset), "description": dataset.description}
+    def _free(self) -> set[str]:
+        """Fields that may change from one start of the run to the next."""
+        splits_matter = self.config.corruption.pool == "batch" or self.backbone.has_dropout
+        return FREE - {"train.micro_batch_size"} if splits_matter else FREE
 
     def _pictures(self, split: str) -> Pictures:
         return Pictures(getattr(self.data, split), self.config.data.channels, self.config.data.range)
@@ -254,7 +263,9 @@ class Pretraining:
             source = evaluation.data or self.config.data
             splits = self.opened.setdefault(repr(source), self.opened.get(repr(source)) or open_splits(source))
             if evaluation.data is None and splits.train.classes is None:
-                self.runtime.log(f"{evaluation.kind} is left out: {source.kind} has no labels; name labelled images in its data")
+                self.runtime.log(
+                    f"{evaluation.kind} is left out: {source.kind} has no labels; name labelled images in its data"
+                )
                 continue
             require_labels(splits, evaluation.kind)
             none = torch.empty(0)
@@ -262,49 +273,6 @@ class Pretraining:
             evaluation.check(Split(none, labels[0], none, labels[1], splits.train.classes or (), source.kind))
             kept.append(evaluation)
         return kept
-
-    def _print_header(self, found: checkpoints.Checkpoint | None) -> None:
-        log, task, train = self.runtime.log, self.task, self.config.train
-        masked, random, kept = self.config.corruption.counts(task.num_corrupted)
-        (h, w), (p, q), (height, width) = self.backbone.grid, self.backbone.patch_size, self.backbone.image_size
-        optim, share, images = self.config.optim, self.share, len(self.data.train)
-        first = self.train_views.__getitems__(next(self.share.micro_batches(0, 1)))
-        self.skips.add("train", first["skipped"])
-        seconds = seconds_per_pass(self.task, first) * share.accumulation * (self.total_steps - (found.step if found else 0))
-        log(f"run        {self.files.path}" + (f": goes on at step {found.step:,}" if found else ""))
-        log(f"data       {self.data.train.dataset.description}; {images:,} to train on, {len(self.data.heldout):,} held out")
-        log(f"model      {self.backbone.name}, width {self.backbone.embed_dim}, {self.backbone.depth} blocks; {millions(task)} parameters, {millions(self.backbone)} of them backbone")
-        log(f"patches    {h}x{w} = {h * w} of {p}x{q} pixels, image {height}x{width}x{self.backbone.channels}")
-        log(f"corrupted  {task.num_corrupted} per image: {masked} masked, {random} random, {kept} kept" + self._split_dependence())
-        log(f"target     {self.config.target.kind}, {task.head.out_features:,} outputs per patch")
-        log(
-            f"optimiser  {optim.kind}, lr {optim.lr:g} (absolute), {optim.warmup_steps:,} warm-up steps, {optim.schedule}, "
-            f"betas {optim.betas[0]:g}/{optim.betas[1]:g}, decay {optim.weight_decay:g}, clip {optim.clip}"
-        )
-        log(f"batch      {train.batch_size} = {share.world} process(es) x {share.accumulation} x {share.micro_batch_size}; {images / train.batch_size:,.1f} steps per epoch, {self.total_steps:,} steps = {self.total_steps * train.batch_size / images:,.1f} epochs")
-        log(f"device     {self.runtime.device}, {train.precision}, {self.runtime.threads} threads, {train.workers} workers" + (", compiled" if train.compile else ""))
-        log(f"time       about {duration(seconds)} of training, from one timed pass on the CPU" if self.runtime.device.type == "cpu" else "time       see the first lines below")
-
-    def _split_dependence(self) -> str:
-        if self.config.corruption.pool == "batch":
-            return "; random patches come from the micro-batch, so results depend on how a batch is split"
-        return "; dropout is on, so results depend on how a batch is split" if self.backbone.has_dropout else ""
-
-    def _watch(self) -> None:
-        """Held-out views and baselines; refuses labels that carry nothing."""
-        config, workers = self.config, self.config.train.workers
-        self.baselines = baselines(config.heldout, self.task, self.fixed_views["train"], self.fixed_views["heldout"], workers)
-        information = self.baselines.pop("label_information")
-        least = config.heldout.min_information
-        least = config.target.least_information if least is None else least
-        if information < least:
-            raise ValueError(
-                f"the labels carry almost nothing: {information:.4f} {config.target.unit}, expected at least {least:g}. "
-                f"Nearly every patch has the same colour in {getattr(config.target, 'bits', 8)} bits: set data.range to the "
-                f"values that mean black and white, or more target.bits. --heldout.min_information 0 trains all the same"
-            )
-        self.heldout = HeldOutLoss(config.heldout, self.task, self.fixed_views["heldout"], self.runtime, workers)
-        self.skips.add("heldout", self.heldout.skipped)
 
     def _make_trainer(self) -> Trainer:
         train = self.config.train
@@ -330,27 +298,10 @@ class Pretraining:
             self._score("trained", 0)
         self._measure(0)
 
-    def _load(self, found: checkpoints.Checkpoint) -> None:
-        load_task(self.task, found)
-        state = found.document("state/trainer.json")
-        load_optimizer_state(self.optimizer, self.names, found.tensors("state/optimizer.safetensors"), state["optimizer"])
-        self.trainer.load_state(state["trainer"])
-
     def _observe(self, step: int, batch: dict[str, Any]) -> None:
         self.skips.add("train", batch["skipped"])
-        if self.config.train.trace:
-            self._trace(step, batch)
-
-    def _trace(self, step: int, batch: dict[str, Any]) -> None:
-        """Ids of the step in global order, and a hash of each view with its mask."""
-        plan = self.task.plan(batch["epoch"], batch["id"])
-        views = [hashlib.blake2b(v.numpy().tobytes() + m.numpy().tobytes(), digest_size=4).hexdigest() for v, m in zip(batch["image"], plan.permutation, strict=True)]
-        self._traced = [] if not hasattr(self, "_traced") else self._traced
-        self._traced += list(zip(batch["id"].tolist(), views, strict=True))
-        if len(self._traced) == self.share.accumulation * self.share.micro_batch_size:
-            gathered = self.runtime.gather_objects(self._traced)
-            self.files.trace.write({"step": step + 1, "ids": [i for i, _ in gathered], "views": [v for _, v in gathered]})
-            self._traced = []
+        if self.trace:
+            self.trace.add(step + 1, batch, self.task.plan(batch["epoch"], batch["id"]))
 
     def _log(self, record: dict[str, Any]) -> None:
         self.files.metrics.write(record)
@@ -368,16 +319,23 @@ class Pretraining:
         self._score("trained", step)
 
     def _measure(self, step: int) -> None:
-        record = {"step": step} | self.heldout() | self.baselines
+        record = {"step": step} | self.heldout()
         self.files.metrics.write(record)
         self._track(record)
         self.runtime.log(heldout_line(record))
-        if self.runtime.is_main:
-            self._draw(step)
+        if self.runtime.is_main and self.config.heldout.pictures:
+            self.heldout.draw(self.files.path / "pictures" / f"reconstruction_{step:08}.png", f"step {step:,}")
 
     def _score(self, which: str, step: int) -> None:
         """Rows of results.jsonl for the backbone as it is now."""
-        features = Features(self.backbone, self.runtime.accelerator, self.evaluations, self.config.data, self.config.train.workers, self.opened)
+        features = Features(
+            self.backbone,
+            self.runtime.accelerator,
+            self.evaluations,
+            self.config.data,
+            self.config.train.workers,
+            self.opened,
+        )
         head = {"run": str(self.files.path), "step": step, "backbone": which}
         for row in evaluate(self.evaluations, features):
             self.files.results.write(head | row | {"commit": commit()})
@@ -386,48 +344,10 @@ class Pretraining:
         self.skips.add("evaluation", features.skipped)
         self.skips.flush()
 
-    def _draw(self, step: int) -> None:
-        _, batch = self.heldout.chunks[0]
-        few = {key: value[: self.config.heldout.pictures] for key, value in batch.items()}
-        if not len(few["id"]):
-            return
-        with torch.no_grad():
-            plan, outputs, _ = self.heldout.predict(few)
-        target, backbone = self.config.target, self.backbone
-        plan, outputs = plan.to("cpu"), outputs.float().cpu()
-        predicted = target.predicted_pixels(outputs, backbone.channels, backbone.patch_size)
-        truth = target.true_pixels(few["image"], backbone.patch_size)
-        pictures = reconstruction.panels(backbone, few["image"], plan, predicted, truth)
-        reconstruction.draw(pictures, self.files.path / "pictures" / f"reconstruction_{step:08}.png", f"step {step:,}")
-
     def _save(self, step: int) -> None:
         """One checkpoint, written by the main process while the others wait."""
         state = self.trainer.state()
-        if self.runtime.is_main:
-            tensors, optimizer = optimizer_state(self.optimizer, self.names)
-            recipe = dump_recipe(self.config)
-            checkpoints.save(
-                self.files.path,
-                step,
-                tensors={
-                    "model.safetensors": self.backbone.model.state_dict(),
-                    "objective.safetensors": objective_tensors(self.task),
-                    "state/optimizer.safetensors": tensors,
-                },
-                documents={
-                    "config.json": timm_config(self.backbone),
-                    "objective.json": objective_config(self.task),
-                    "state/trainer.json": {"trainer": state, "optimizer": optimizer},
-                },
-                facts={
-                    "recipe": hashlib.sha256(recipe.encode()).hexdigest(),
-                    "data": self.data_facts()["fingerprint"],
-                    "processes": self.runtime.world,
-                    "threads": self.runtime.threads,
-                    "commit": commit(),
-                },
-            )
-            checkpoints.prune(self.files.path, self.config.train.keep_last)
+        self.files.save(step, self.task, self.optimizer, self.names, state, self.config.train.keep_last)
         self.runtime.accelerator.wait_for_everyone()
 
     def _finish(self) -> int:
@@ -441,7 +361,10 @@ class Pretraining:
         folder = run / "checkpoints" / f"{self.total_steps:08}"
         log("next:")
         log(f"  open the backbone in timm:   timm.create_model('local-dir:{folder}', pretrained=True)")
-        log("  your own images, no labels:  accelerate launch tools/pretrain_mpp.py --data.kind folder --data.path DIR --out runs/mine")
+        log(
+            "  your own images, no labels:  accelerate launch tools/pretrain_mpp.py "
+            "--data.kind folder --data.path DIR --out runs/mine"
+        )
         log(f"  train this run longer:       the same command with --train.extend.steps {self.total_steps}")
         return 0
 
@@ -452,6 +375,6 @@ def share_of(train: Train, rank: int, world: int) -> Share:
     if not micro or train.batch_size % (world * micro):
         raise ValueError(
             f"train.batch_size {train.batch_size} does not divide over {world} process(es) with "
-            f"train.micro_batch_size {train.micro_batch_size or 'unset'}; try a batch_size of {world * (micro or 1)} times a whole number"
+            f"train.micro_batch_size {train.micro_batch_size or 'unset'}; try a multiple of {world * (micro or 1)}"
         )
     return Share(train.batch_size, micro, rank, world)

@@ -68,7 +68,9 @@ class Runtime:
         return [value for part in gathered for value in part]
 
 
-def start(precision: Precision, threads: int | None = None, trackers: Sequence[str] = (), folder: Path | None = None) -> Runtime:
+def start(
+    precision: Precision, threads: int | None = None, trackers: Sequence[str] = (), folder: Path | None = None
+) -> Runtime:
     """The Accelerator, set up once. ValueError when the launcher and the recipe disagree."""
     _check_launcher(precision)
     stop = StopSignal()
@@ -97,7 +99,8 @@ class StopSignal:
     """
 
     def __init__(self) -> None:
-        self.requested, self._parent, self._group = False, os.getppid(), None
+        self.requested, self._parent = False, os.getppid()
+        self._group: Any = None
         _ask_for_term_when_the_parent_dies()
         for number in _SIGNALS:
             signal.signal(number, self._receive)
@@ -134,7 +137,9 @@ def environment(runtime: Runtime) -> dict[str, Any]:
     import torchvision
 
     versions = {module.__name__: module.__version__ for module in (torch, torchvision, accelerate, timm, datasets, PIL)}
-    device = torch.cuda.get_device_name() if runtime.device.type == "cuda" else platform.processor() or platform.machine()
+    device = (
+        torch.cuda.get_device_name() if runtime.device.type == "cuda" else platform.processor() or platform.machine()
+    )
     return {
         "python": platform.python_version(),
         "versions": versions,
@@ -154,7 +159,9 @@ def _check_launcher(precision: Precision) -> None:
             f"leave the precision to the recipe: --mixed_precision no"
         )
     if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") not in ("", "1"):
-        raise ValueError("accelerate launch was told --gradient_accumulation_steps; here train.micro_batch_size decides")
+        raise ValueError(
+            "accelerate launch was told --gradient_accumulation_steps; here train.micro_batch_size decides"
+        )
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() not in ("", "no"):
         raise ValueError("accelerate launch was told --dynamo_backend; here train.compile decides: --dynamo_backend no")
 

@@ -22,6 +22,7 @@ class ColorTarget:
     bits: Annotated[int, Ge(1), Le(8)] = 3
     """bits per channel: 2**bits levels, (2**bits)**channels classes"""
 
+    is_class: ClassVar[bool] = True
     unit: ClassVar[str] = "nats"
     least_information: ClassVar[float] = 0.2  # nats: under it nearly every patch has the same label
 
@@ -48,7 +49,7 @@ class ColorTarget:
         return color_classes(color_levels(images, patch_size, self.bits, self.cells), self.bits)
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """outputs (B, K, cells * classes), labels (B, K, cells) -> float32 (B, K): mean cross-entropy over the cells."""
+        """outputs (B, K, cells * classes), labels (B, K, cells) -> float32 (B, K): cross-entropy, mean of the cells."""
         logits = self._logits(outputs, labels)
         losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none")
         return losses.view(labels.shape).mean(-1)
@@ -100,6 +101,7 @@ class Pixels:
     normalize: bool = False
     """per-patch normalisation: subtract the patch's mean, divide by its standard deviation (unbiased, + 1e-6)"""
 
+    is_class: ClassVar[bool] = False
     unit: ClassVar[str] = "squared pixel"
     least_information: ClassVar[float] = 1e-5  # a standard deviation of 0.8 of 255 levels
 

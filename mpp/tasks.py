@@ -58,7 +58,7 @@ class MaskedPatchPrediction(nn.Module):
             nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """-> {"loss": sum of the patch losses, "count": patches, "correct": sum of right ones (if there is a right)}."""
+        """-> {"loss": sum of the patch losses, "count": patches, "correct": sum of right ones, if there are any}."""
         plan = self.plan(batch["epoch"], batch["id"])
         outputs, labels = self.predict(batch["image"], plan)
         result = {"loss": self.target.loss(outputs, labels).sum(), "count": len(labels) * self.num_corrupted}

@@ -99,7 +99,12 @@ class Trainer:
         observe: Callable[[int, Batch], None],
         log: Callable[[dict[str, Any]], None],
     ):
-        self.runtime, self.learning_rate, self.accumulation, self.batch_size = runtime, learning_rate, accumulation, batch_size
+        self.runtime, self.learning_rate, self.accumulation, self.batch_size = (
+            runtime,
+            learning_rate,
+            accumulation,
+            batch_size,
+        )
         self.clip, self.seed, self.log_every, self.observe, self.log = clip, seed, log_every, observe, log
         self.task, self.optimizer = runtime.accelerator.prepare(task, optimizer)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -129,7 +134,11 @@ class Trainer:
         """Step, and the sums of the unfinished log window of every process: floats, exact in JSON."""
         gathered = self.runtime.accelerator.gather(self.window.sums).view(self.runtime.world, -1)  # pyright: ignore
         scaler = self.runtime.accelerator.scaler
-        return {"step": self.step, "window": gathered.tolist(), "scaler": scaler.state_dict() if scaler else None}
+        return {
+            "step": self.step,
+            "window": gathered.tolist(),
+            "scaler": scaler.state_dict() if scaler else None,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
@@ -147,7 +156,9 @@ class Trainer:
             with self.window.waiting():
                 batch = next(batches)
             self.observe(self.step, batch)
-            batch = {key: v.to(self.runtime.device, non_blocking=True) for key, v in batch.items() if isinstance(v, Tensor)}
+            batch = {
+                key: v.to(self.runtime.device, non_blocking=True) for key, v in batch.items() if isinstance(v, Tensor)
+            }
             if self.random:
                 torch.manual_seed(seed_of(self.seed, Purpose.DROPOUT, self.step, self.runtime.rank, micro))
             last = micro == self.accumulation - 1
@@ -179,8 +190,8 @@ class Trainer:
         record = self.window.summary(self.runtime)
         if record.pop("bad_streak") >= MAX_BAD_STEPS:
             raise FloatingPointError(
-                f"the gradient was not finite for {MAX_BAD_STEPS} steps in a row up to step {self.step}; no such update was "
-                f"applied. Try a lower optim.lr or precision: fp32, and look for broken values in the data"
+                f"the gradient was not finite for {MAX_BAD_STEPS} steps in a row up to step {self.step}; none "
+                f"was applied. Try a lower optim.lr or precision: fp32, and look for broken values in the data"
             )
         head = {"step": self.step, "images_seen": self.step * self.batch_size}
         self.log(head | record | {"lr": self.learning_rate(self.step - 1)})
@@ -200,7 +211,9 @@ class Window:
     def add(self, result: Batch, images: int) -> None:
         self.has_correct = "correct" in result
         correct = result.get("correct", torch.zeros_like(result["loss"]))
-        self.sums[:3] += torch.stack([result["loss"].detach(), torch.full_like(result["loss"], result["count"]), correct]).detach()
+        self.sums[:3] += torch.stack(
+            [result["loss"].detach(), torch.full_like(result["loss"], result["count"]), correct]
+        ).detach()
         self.images += images
 
     def count_bad(self, bad: Tensor) -> None:

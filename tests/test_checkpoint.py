@@ -1,7 +1,6 @@
-"""A checkpoint exists whole and is found, or does not exist: at every kill, for every damage, on every clock."""
+"""A checkpoint exists whole and is found, the newest by step, or does not exist; nothing is stored inexactly."""
 
 import errno
-import json
 import os
 import resource
 import subprocess
@@ -12,10 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpp import manifest
-from mpp.checkpoint import Checkpoint, CheckpointError, UnknownFormat, newest, prune, save, tidy, verify
+from mpp.checkpoint import Checkpoint, CheckpointError, newest, prune, save, tidy, verify
 
-FILES = ["model.safetensors", "state/optimizer.safetensors", "config.json", "state/trainer.json", "manifest.json"]
+FILES = [
+    "model.safetensors",
+    "state/optimizer.safetensors",
+    "config.json",
+    "state/trainer.json",
+    "manifest.json",
+]
 
 
 def write(run: Path, step: int, value: float = 0.0) -> Path:
@@ -52,7 +56,11 @@ def test_what_was_saved_comes_back(tmp_path):
     assert path == tmp_path / "a/run/checkpoints/00000200"
     assert sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()) == sorted(FILES)
     checkpoint = current(tmp_path / "a" / "run")
-    assert (checkpoint.path, checkpoint.step, checkpoint.facts) == (path, 200, {"world_size": 2, "value": 0.1})
+    assert (checkpoint.path, checkpoint.step, checkpoint.facts) == (
+        path,
+        200,
+        {"world_size": 2, "value": 0.1},
+    )
     assert checkpoint.document("state/trainer.json") == {"step": 200, "value": 0.1}
     assert torch.equal(checkpoint.tensors("model.safetensors")["w"], torch.full((3, 4), 0.1))
     assert names(tmp_path / "a" / "run") == ["00000200"]
@@ -141,7 +149,7 @@ def test_tensors_on_a_device_come_back_on_the_cpu(tmp_path):
 )
 def test_what_cannot_be_stored_exactly_is_refused_and_leaves_nothing(tmp_path, tensors, documents, facts):
     write(tmp_path, 1, 1.0)
-    with pytest.raises(CheckpointError, match="00000002|tmp-"):
+    with pytest.raises(CheckpointError, match=r"00000002|tmp-"):
         save(tmp_path, 2, tensors, documents, facts)
     assert names(tmp_path) == ["00000001"] and not list(tmp_path.rglob("outside*"))
 
@@ -197,133 +205,6 @@ def test_what_only_looks_like_a_checkpoint_is_named_and_passed_over(tmp_path, ki
     assert value_in(Checkpoint(write(tmp_path, 99999999999, 3.0))) == 3.0  # the same step may be reached again
 
 
-def cut(share: float):
-    return lambda path, other: os.truncate(path, int(path.stat().st_size * share))
-
-
-def flip(place: float):
-    def damage(path, other):
-        content = bytearray(path.read_bytes())
-        content[int(place * (len(content) - 1))] ^= 1
-        path.write_bytes(content)
-
-    return damage
-
-
-def swap(path, other):
-    mine, theirs = path.read_bytes(), other.read_bytes()
-    path.write_bytes(theirs), other.write_bytes(mine)
-
-
-def replace(how):
-    def damage(path, other):
-        os.rename(path, path.with_name("aside"))
-        how(path)
-
-    return damage
-
-
-DAMAGES = {
-    **{f"cut to {share:.0%}": cut(share) for share in (0, 0.01, 0.5, 0.99)},
-    **{f"flipped at {place:.0%}": flip(place) for place in (0, 0.5, 1)},
-    "deleted": replace(lambda path: None),
-    "of another step": swap,
-    "a link": replace(lambda path: path.symlink_to("aside")),
-    "a pipe": replace(os.mkfifo),
-    "a folder": replace(os.mkdir),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_named_and_never_loaded(tmp_path, name, damage):
-    for step in (100, 200, 300):
-        write(tmp_path, step, float(step))
-    bad = tmp_path / "checkpoints/00000300"
-    DAMAGES[damage](bad / name, tmp_path / "checkpoints/00000200" / name)
-    with pytest.raises(CheckpointError, match=f"{bad}: {name}: "):
-        verify(bad)
-    with pytest.raises(CheckpointError, match=f"{bad}: {name}: "):
-        opened = Checkpoint(bad)
-        opened.tensors(name) if name.endswith(".safetensors") else opened.document(name)
-    checkpoint, skipped = newest(tmp_path)
-    good = 100 if damage == "of another step" else 200
-    assert checkpoint is not None and value_in(checkpoint) == good
-    assert skipped[0][0] == bad and skipped[0][1].startswith(f"{name}: ")
-    assert checkpoint.path not in prune(tmp_path, keep_last=1) and newest(tmp_path)[0].step == good
-
-
-def test_no_flipped_bit_of_a_manifest_goes_unnoticed(tmp_path):
-    path = write(tmp_path, 7) / "manifest.json"
-    content = path.read_bytes()
-    for place in range(len(content)):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
-        with pytest.raises(CheckpointError) as caught:
-            Checkpoint(path.parent)
-        assert not isinstance(caught.value, UnknownFormat)
-
-
-def test_a_start_from_scratch_is_refused_while_anything_is_there(tmp_path):
-    for step in (100, 200):
-        DAMAGES["deleted"](write(tmp_path, step) / "model.safetensors", None)
-    with pytest.raises(CheckpointError, match=r"00000200: model.*\n.*00000100: model.safetensors: is missing"):
-        newest(tmp_path)
-    assert prune(tmp_path, keep_last=1) == [] and len(names(tmp_path)) == 2
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/checkpoints").touch()
-    with pytest.raises(CheckpointError, match="is not a folder"):
-        newest(tmp_path / "other")
-
-
-def forge(path: Path, **changes) -> None:
-    """Change a manifest and seal it again, as another version or a stranger could."""
-    content = {**json.loads(path.read_text()), **changes}
-    content.pop("sha256")
-    path.write_bytes(manifest.sealed(content, "forged"))
-
-
-def test_another_format_is_refused_with_the_version_needed(tmp_path):
-    write(tmp_path, 100)
-    forge(write(tmp_path, 200) / "manifest.json", format=2, needs="mpp >= 3.1", files="laid out otherwise")
-    with pytest.raises(UnknownFormat, match=r"00000200: has checkpoint format 2, .* needed: mpp >= 3.1"):
-        newest(tmp_path)  # an older one must not be taken in silence
-
-
-@pytest.mark.parametrize("name", ["../secret.json", "/etc/hostname", "a/../../secret.json", "a\\b", "", ".", "a//b"])
-def test_a_manifest_cannot_lead_outside(tmp_path, name):
-    path = write(tmp_path, 100)
-    (path.parent / "secret.json").write_text("{}")
-    forge(path / "manifest.json", files={name: {"size": 2, "sha256": manifest.sha256(path.parent / "secret.json")}})
-    with pytest.raises(CheckpointError, match="does not lie in the folder"):
-        verify(path)
-
-
-def test_a_linked_folder_in_a_checkpoint_is_not_followed(tmp_path):
-    path = write(tmp_path, 100)
-    os.rename(path / "state", tmp_path / "state")
-    (path / "state").symlink_to(tmp_path / "state")
-    with pytest.raises(CheckpointError, match="state: is a link"):
-        verify(path)
-
-
-@pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"a":' * 900 + "1" + "}" * 900, "[]", "1" * 5000, "{}", " " * (manifest.LIMIT + 1)]
-)
-def test_a_hostile_manifest_ends_in_one_error(tmp_path, text):
-    path = write(tmp_path, 100)
-    (path / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match="manifest.json: "):
-        verify(path)
-
-
-@pytest.mark.parametrize("changes", [{"step": "1"}, {"files": []}, {"files": {"x": 3}}, {"facts": None}])
-def test_a_sealed_manifest_of_wrong_types_is_refused(tmp_path, changes):
-    path = write(tmp_path, 100)
-    forge(path / "manifest.json", **changes)
-    with pytest.raises(CheckpointError, match="manifest.json: "):
-        verify(path)
-
-
 def test_prune_keeps_the_newest_and_says_what_went(tmp_path):
     for step in range(1, 6):
         write(tmp_path, step)
@@ -337,7 +218,8 @@ def test_prune_never_takes_the_last_valid_one(tmp_path):
     for step in range(1, 6):
         write(tmp_path, step)
     for step in (4, 5):  # sizes are right, hashes are not
-        DAMAGES["flipped at 50%"](tmp_path / f"checkpoints/{step:08d}/model.safetensors", None)
+        path = tmp_path / f"checkpoints/{step:08d}/model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert [path.name for path in prune(tmp_path, keep_last=1)] == ["00000002", "00000001"]
     assert newest(tmp_path)[0].step == 3
 

@@ -94,9 +94,7 @@ def _from_array(values: np.ndarray, channels: int, range: Range, max_pixels: int
     elif values.ndim == 3 and shape[-1] not in known and shape[0] in known:
         values = np.moveaxis(values, 0, -1)
     elif values.ndim != 3 or shape[-1] not in known:
-        raise DecodeError(
-            f"array of shape {shape}: expected (H, W) or (H, W, C), C = {channels} (data.channels)"
-        )
+        raise DecodeError(f"array of shape {shape}: expected (H, W) or (H, W, C), C = {channels} (data.channels)")
     check_size(values.shape[1], values.shape[0], max_pixels)
     return planes(to_uint8(values, range))
 

@@ -181,9 +181,7 @@ def split_folders(root: Path) -> tuple[Path, Path | None]:
     if "train" not in inside or not (tests or inside == {"train"}):
         return root, None
     # ImageNet as it is often kept has an unlabelled test/ beside val/: the first with class folders counts.
-    return root / "train", next(
-        (test for test in tests if class_folders(test)[0]), tests[0] if tests else None
-    )
+    return root / "train", next((test for test in tests if class_folders(test)[0]), tests[0] if tests else None)
 
 
 def class_folders(root: Path) -> tuple[list[bytes], Counter[str]]:
@@ -241,9 +239,7 @@ def existing_folder(path: Path) -> Path:
         return folder
     came = "found something else" if os.path.lexists(folder) else "there is none"
     there = next(parent for parent in folder.absolute().parents if os.path.isdir(parent))
-    raise ValueError(
-        f"path {shown(path)}: expected a folder, {came}; the nearest existing folder is {shown(there)}"
-    )
+    raise ValueError(f"path {shown(path)}: expected a folder, {came}; the nearest existing folder is {shown(there)}")
 
 
 def read_file(path: str | bytes | os.PathLike[str]) -> bytes:
@@ -253,9 +249,7 @@ def read_file(path: str | bytes | os.PathLike[str]) -> bytes:
         if not stat.S_ISREG(facts.st_mode):
             raise OSError(f"{shown(os.fspath(path))}: expected a regular file")
         if facts.st_size > MAX_BYTES:
-            raise OSError(
-                f"{shown(os.fspath(path))}: {facts.st_size:,} bytes, expected at most {MAX_BYTES:,}"
-            )
+            raise OSError(f"{shown(os.fspath(path))}: {facts.st_size:,} bytes, expected at most {MAX_BYTES:,}")
         return file.read(MAX_BYTES)
 
 

@@ -84,9 +84,7 @@ class HuggingFace(SourceFields):
 class Rows:
     """One split: encoded bytes out of an Arrow table that stays on disk, and labels in memory."""
 
-    def __init__(
-        self, rows: "Dataset", path: str, split: str, image: str, classes: tuple[str, ...] | None, labels
-    ):
+    def __init__(self, rows: "Dataset", path: str, split: str, image: str, classes: tuple[str, ...] | None, labels):
         kind = rows.data.schema.field(_one_of("image_column", image, rows.column_names)).type
         if not len(rows):
             raise ValueError(f"split {split!r} has no rows, expected at least one image")
@@ -146,7 +144,7 @@ class Rows:
 
 @lru_cache(maxsize=4)
 def load(path: str, name: str | None, revision: str | None) -> "dict[str, Dataset]":
-    """All splits of a dataset; ValueError says in one line why there are none."""
+    """All splits of a dataset, kept for the next call; ValueError says in one line why there are none."""
     try:
         from datasets import config
     except ImportError:
@@ -177,17 +175,13 @@ def _door(path: str, name: str | None, revision: str | None) -> Callable[[], Any
         _unused("a local folder", revision=revision)
         return partial(load_dataset, str(folder.absolute()), name)
     if folder.exists() or _looks_local(path):
-        raise ValueError(
-            "expected a local folder or *.parquet files, there is none (a name on the Hub is owner/name)"
-        )
+        raise ValueError("expected a local folder or *.parquet files, there is none (a name on the Hub is owner/name)")
     return partial(load_dataset, path, name, revision=revision)
 
 
 def _looks_local(path: str) -> bool:
     """Not a possible name on the Hub, or below a folder that is here."""
-    return not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path) or (
-        "/" in path and Path(path).parent.is_dir()
-    )
+    return not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path) or ("/" in path and Path(path).parent.is_dir())
 
 
 def _unused(what: str, **fields: str | None) -> None:
@@ -231,8 +225,12 @@ def usual_test_split(splits: "dict[str, Dataset]", train: str, label: str | None
     """The first split with a usual name and with labels; without labels if none has them."""
     found = [name for name in TEST_SPLITS if name in splits and name != train]
     # Benchmarks keep the labels of their test split hidden, as -1: such a split measures nothing.
-    labelled = (name for name in found if label is None or (coded(splits[name], label)[1] >= 0).any())
+    labelled = (name for name in found if label is None or _has_labels(splits[name], label))
     return next(labelled, found[0] if found else None)
+
+
+def _has_labels(rows: "Dataset", column: str) -> bool:
+    return column in rows.features and bool((coded(rows, column)[1] >= 0).any())
 
 
 def coded(rows: "Dataset", column: str) -> tuple[tuple[str, ...], np.ndarray]:
@@ -246,9 +244,7 @@ def coded(rows: "Dataset", column: str) -> tuple[tuple[str, ...], np.ndarray]:
     names = getattr(rows.features[column], "names", None)
     if names is None:
         if not str(values.type).startswith(PLAIN_LABELS):
-            raise ValueError(
-                f"label_column {column!r} holds {values.type}, expected integers or words"
-            )
+            raise ValueError(f"label_column {column!r} holds {values.type}, expected integers or words")
         names, values = _sorted_values(values)
     codes = values.fill_null(-1).to_numpy().astype(np.int64)
     if len(codes) and not -1 <= codes.min() <= codes.max() < len(names):
@@ -257,7 +253,7 @@ def coded(rows: "Dataset", column: str) -> tuple[tuple[str, ...], np.ndarray]:
 
 
 def _sorted_values(values: "ChunkedArray") -> "tuple[list[str], Array]":
-    """The distinct values as names, sorted as what they are (9 before 10), and each row's number among them."""
+    """The distinct values as names, sorted as what they are (9 before 10); each row's number among them."""
     import pyarrow as pa
 
     found = sorted(values.unique().drop_null().to_pylist())

@@ -1,4 +1,4 @@
-"""From positions in the order to batches of views: read, decode, crop, stack; unreadable pictures replaced and named."""
+"""From positions in the order to batches of views: read, decode, crop, stack; bad pictures replaced and named."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,10 +63,12 @@ class TrainingViews(TorchDataset):
         epochs, indices = self.order.at(torch.tensor(positions))
         ids = torch.from_numpy(self.pictures.subset.ids)[indices]
         pictures = self.pictures.read(ids.tolist())
-        skipped = [self._replace(row, epochs, ids, pictures) for row, p in enumerate(pictures) if isinstance(p, Skipped)]
+        skipped = [
+            self._replace(row, epochs, ids, pictures) for row, p in enumerate(pictures) if isinstance(p, Skipped)
+        ]
         draws = self.augment.draws(self.order.seed, epochs, ids)
         views = [self.augment(p, self.size, d) for p, d in zip(cast(list[Tensor], pictures), draws, strict=True)]
-        batch = {"image": torch.stack(views), "id": ids, "epoch": epochs, "skipped": sum(skipped, [])}
+        batch = {"image": torch.stack(views), "id": ids, "epoch": epochs, "skipped": skipped}
         return batch if self.labels is None else batch | {"label": self.labels[ids]}
 
     def _replace(self, row: int, epochs: Tensor, ids: Tensor, pictures: list[Tensor | Skipped]) -> list[Skipped]:

@@ -1,7 +1,7 @@
 """Which sample comes when: a keyed permutation of each epoch, computed in O(1) memory and never stored.
 
-Global position p of a run (0, 1, 2 ... without end) is sample `permutation(epoch)[p % n]` of epoch `p // n`. Batches are
-cut from this one endless sequence, so they may lie across the border of two epochs and no sample is ever dropped.
+Global position p of a run (0, 1, 2 ... without end) is sample `permutation(epoch)[p % n]` of epoch `p // n`. Batches
+are cut from this one endless sequence, so they may lie across the border of two epochs and no sample is ever dropped.
 """
 
 from collections.abc import Iterator

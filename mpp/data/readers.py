@@ -93,7 +93,7 @@ def read_picture(image: Image.Image, range: Range, max_pixels: int, data: bytes 
         pixels = _read_deep_png(data, range, image.info.get("transparency"))
     elif reduced and range:
         raise DecodeError(
-            f"data.range needs all bits of this {image.format}, Pillow keeps 8: use PNG or .npy"
+            f"data.range needs the stored values of this {image.format}, which Pillow alters: use PNG or .npy"
         )
     else:
         pixels = planes(to_uint8(_expanded(image), range))
@@ -148,9 +148,7 @@ def _read_deep_png(data: bytes, range: Range, key: int | tuple[int, ...] | None)
     """(1 | 3 | 4, H, W) uint8 from all 16 bits; `key`: the colour that means transparent."""
     read = torchvision_reader("decode_png")
     if read is None:
-        raise DecodeError(
-            "16-bit PNG with colour and data.range, or transparency: torchvision lacks its reader"
-        )
+        raise DecodeError("16-bit PNG with colour and data.range, or transparency: torchvision lacks its reader")
     values = read(_buffer(data), 0, False).numpy()  # (C, H, W) uint16
     alpha = values[-1:] if len(values) in (2, 4) else None
     colours = to_uint8(values if alpha is None else values[:-1], range)

@@ -66,9 +66,7 @@ class Torchvision(SourceFields):
         kind = dataset_class(self.name)
         takes = parameters(kind)
         if self.download and "download" not in takes:
-            raise ValueError(
-                "download is true, but torchvision cannot fetch this one; put its files into root"
-            )
+            raise ValueError("download is true, but torchvision cannot fetch this one; put its files into root")
         own = {"root": str(self.root.expanduser()), "download": self.download, "loader": read_file}
         own = {name: value for name, value in own.items() if name in takes}
         for choice in self._choices(split, takes):

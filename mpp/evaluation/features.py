@@ -77,15 +77,13 @@ class Features:
     @torch.no_grad()
     def _subset(
         self, subset: Subset, source: Any, pools: Sequence[Pool], layers: Sequence[int]
-    ) -> tuple[dict[tuple[Pool, int], Tensor], Tensor]:
+    ) -> tuple[dict[Any, Tensor], Tensor]:
         """Every image of a subset through the backbone: features by (pool, layer), and labels."""
         accelerator, count = self.accelerator, len(subset)
         self.backbone.eval()
         views = FixedViews(Pictures(subset, source.channels, source.range), self.backbone.image_size)
         chunks = chunks_of(count, CHUNK, accelerator.process_index, accelerator.num_processes)
-        rows = {
-            (pool, layer): torch.zeros(count, self.backbone.embed_dim) for pool in pools for layer in layers
-        }
+        rows = {(pool, layer): torch.zeros(count, self.backbone.embed_dim) for pool in pools for layer in layers}
         seen = torch.zeros(count, dtype=torch.int64)
         skipped = 0
         for batch in fixed_batches(views, [places for _, places in chunks], self.workers):
@@ -98,9 +96,7 @@ class Features:
                     rows[at][batch["place"]] = values.float().cpu()
         rows = {at: summed(accelerator, values) for at, values in rows.items()}
         seen, skipped = summed(accelerator, seen), int(summed(accelerator, torch.tensor(skipped)))
-        assert int(seen.sum()) == count - skipped and int(seen.max()) <= 1, (
-            "an image was not counted exactly once"
-        )
+        assert int(seen.sum()) == count - skipped and int(seen.max()) <= 1, "an image was not counted exactly once"
         good = seen.bool()
         return {at: values[good] for at, values in rows.items()}, torch.from_numpy(subset.labels())[good]
 

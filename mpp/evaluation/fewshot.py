@@ -108,7 +108,7 @@ class Whitening:
 
 
 def fit_whitening(x: Tensor) -> Whitening:
-    """Mean and 1 / (population std + 1e-5) of the columns of float32 (N, d); scale 0 for those that hardly vary.
+    """Mean and 1 / (population std + 1e-5) of the columns of float32 (N, d); scale 0 if they hardly vary.
 
     "Hardly": a std under 1e-4 of the median std, or none. On test images such a column, divided by next to
     nothing, could be of any size; it is not looked at.
@@ -151,9 +151,7 @@ def ridge(
         yield left @ (right / (values + penalty)[:, None])
 
 
-def _normal_equations(
-    x: Tensor, y: Tensor, classes: int, whiten: Whitening, block: int
-) -> tuple[Tensor, Tensor]:
+def _normal_equations(x: Tensor, y: Tensor, classes: int, whiten: Whitening, block: int) -> tuple[Tensor, Tensor]:
     """X'X (D, D) and X'Y (D, classes)."""
     gram = torch.zeros(whiten.width, whiten.width, dtype=torch.float64, device=x.device)
     moments = torch.zeros(whiten.width, classes, dtype=torch.float64, device=x.device)

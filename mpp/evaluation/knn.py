@@ -70,9 +70,7 @@ class KNN:
             }
 
 
-def count_hits(
-    split: "Split", ks: list[int], temperature: float, chunk: int = 1024
-) -> dict[tuple[int, int], int]:
+def count_hits(split: "Split", ks: list[int], temperature: float, chunk: int = 1024) -> dict[tuple[int, int], int]:
     """(k, c) -> number of test images whose class is among the c with the most votes of their k neighbours.
 
     c is 1, and 5 where there are more than 5 classes. One search serves all `ks` (each at most N).
@@ -176,9 +174,7 @@ def check_labels(split: "Split") -> None:
     counts = torch.bincount(split.train_y, minlength=len(classes)).tolist()
     missing = [repr(name) for name, count in zip(classes, counts, strict=True) if count == 0]
     if missing:
-        raise ValueError(
-            f"{where}: {len(missing)} of {len(classes)} classes have no train image: {listed(missing)}"
-        )
+        raise ValueError(f"{where}: {len(missing)} of {len(classes)} classes have no train image: {listed(missing)}")
 
 
 def check_features(split: "Split") -> None:

@@ -46,7 +46,9 @@ def draw(pictures: Tensor, path: Path, title: str) -> None:
     for column, name in enumerate(PANELS):
         axes[0, column].set_title(name, fontsize=8)
         for row in range(rows):
-            axes[row, column].imshow(_displayable(pictures[column, row]), interpolation="nearest", vmin=0, vmax=1, cmap="gray")
+            axes[row, column].imshow(
+                _displayable(pictures[column, row]), interpolation="nearest", vmin=0, vmax=1, cmap="gray"
+            )
             axes[row, column].set_axis_off()
     figure.suptitle(title, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +60,7 @@ def _fill(patches: Tensor, index: Tensor, values: Tensor) -> Tensor:
 
 
 def _framed(patches: Tensor, backbone: Backbone) -> Tensor:
-    """A dark frame of one pixel, so that a borrowed patch is not taken for the input; none on patches under 4 pixels."""
+    """A dark frame of one pixel, so that a borrowed patch is not taken for the input; none under 4 pixels."""
     p, q = backbone.patch_size
     if min(p, q) < 4:
         return patches

@@ -5,6 +5,7 @@ import inspect
 import textwrap
 from dataclasses import is_dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from mpp.recipe.text import dump
@@ -49,12 +50,9 @@ def active(name: str, hint: Any, value: Any, note: str, told: set[type]) -> list
         body = block(chosen, value, told)
         empty = "" if any(not line.lstrip().startswith("#") for line in body) else " {}"
         return [f"{name}:{empty}{note}", *indent(body)]
-    found = [choose(item(hint, i), one) for i, one in enumerate(value)] if isinstance(value, list) else []
-    bodies = (
-        [block(section, one, told) for section, one in zip(found, value, strict=True) if section]
-        if found
-        else []
-    )
+    many = enumerate(value) if isinstance(value, list) else ()
+    pairs = [(choose(item(hint, i), one), one) for i, one in many if isinstance(one, dict)]
+    bodies = [block(section, one, told) for section, one in pairs if section]
     if bodies:
         return [f"{name}:{note}", *(line for body in bodies for line in indent(bullet(body)))]
     return [f"{name}: {dump(value, flow=True).strip()}{note}"]
@@ -64,23 +62,29 @@ def variants(name: str, hint: Any, value: Any, told: set[type]) -> list[str]:
     """The sections that might stand here and do not, commented out; their fields only once in a text."""
     many = value if isinstance(value, list) else []
     shown = {choose(hint, value)} if isinstance(value, dict) else {choose(item(hint), one) for one in many}
-    lines = []
-    for section in dict.fromkeys(sections(hint).values()):
-        if section not in shown:
-            lines += variant(f"{name}:", section, told)
-    for section in dict.fromkeys(sections(item(hint)).values()):
-        if section not in shown:
-            lines += [*([] if shown else [f"{name}:"]), *indent(variant("-", section, told))]
-            shown.add(section)
+    lines = others(f"{name}:", hint, shown, told)
+    if found := others("-", item(hint), shown, told):
+        lines += [*([] if shown else [f"{name}:"]), *indent(found)]
     return [f"# {line}" for line in lines]
 
 
-def variant(start: str, section: type, told: set[type]) -> list[str]:
-    if section in told:
-        kind = f"kind: {kinds(section)[0]}" if "kind" in hints(section) else ""
-        return [f"{start} {{{kind}}}  # its other fields: see above"]
-    body = block(section, defaults(section), told)
-    return bullet(body) if start == "-" else [f"{start}{about(section)}", *indent(body)]
+def others(start: str, hint: Any, shown: set[type | None], told: set[type]) -> list[str]:
+    """The sections of a hint that are not shown: first those whose fields are known, on one line."""
+    left = [section for section in dict.fromkeys(sections(hint).values()) if section not in shown]
+    old, new = [section for section in left if section in told], [section for section in left if section not in told]
+    lines = known(start, old) if old else []
+    for section in new:
+        body = block(section, defaults(section), told)
+        lines += bullet(body) if start == "-" else [f"{start}{about(section)}", *indent(body)]
+    return lines
+
+
+def known(start: str, old: list[type]) -> list[str]:
+    """One line for sections whose fields have been shown."""
+    names = [kinds(section)[0] for section in old]
+    first = f"{{kind: {names[0]}}}" if "kind" in hints(old[0]) else "{}"
+    more = f"or of kind {' | '.join(names[1:])}; " if names[1:] else ""
+    return [f"{start} {first}  # {more}fields as shown above"]
 
 
 def indent(lines: list[str]) -> list[str]:
@@ -103,7 +107,7 @@ def meanings(section: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for one in reversed(section.__mro__):
         body = class_body(one) if is_dataclass(one) else []
-        for field, below in zip(body, body[1:], strict=False):
+        for field, below in pairwise(body):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = " ".join(text.split())

@@ -62,7 +62,8 @@ class Reader:
         """Dotted overrides inside a list: `evaluations.0.k`, or `evaluations.k` where there is only one."""
         if not all(key.isdecimal() for key in over):
             if len(under) > 1:
-                places = " or ".join(join(path, i) for i in range(len(under)))
+                kinds_of = [one.get("kind", "") if isinstance(one, dict) else one for one in under]
+                places = " or ".join(f"{join(path, i)} ({kind})" for i, kind in enumerate(kinds_of))
                 message = f"which one? There are {len(under)}: {places}"
                 self.notes.add(join(path, next(iter(over))), message, COMMAND_LINE)
                 return under
@@ -84,9 +85,7 @@ class Reader:
         for name in tree:
             if name not in types:
                 self.notes.add(join(path, name), self.unknown(section, name, path, tree[name]))
-        values = {
-            name: self.build(types[name], tree[name], join(path, name)) for name in types if name in tree
-        }
+        values = {name: self.build(types[name], tree[name], join(path, name)) for name in types if name in tree}
         for field in fields(section):
             if field.name in types and field.name not in tree and missing(field):
                 needed = f"missing; expected {describe(types[field.name])}"
@@ -97,9 +96,18 @@ class Reader:
             made = section(**values)
         except ValueError as error:  # from __post_init__
             return self.notes.add(path, str(error))
-        for name, message in getattr(made, "faults", tuple)():
-            self.notes.add(join(path, name) if name else path, message)
+        for name, message in self.crossed(made):
+            self.notes.add(join(path, name) if name else path, message, crossed=True)
         return made
+
+    def crossed(self, made: Any) -> list[tuple[str, str]]:
+        """What a section has to say of its own fields together."""
+        try:
+            return list(made.faults()) if hasattr(made, "faults") else []
+        except Exception:
+            if self.notes.crossed:  # it stumbled over what a section inside it has told already
+                return []
+            raise
 
     def build(self, hint: Any, value: Any, path: str) -> Any:
         """One field's value from its tree; faults go into the notes."""
@@ -130,15 +138,14 @@ class Reader:
             before = len(trial.notes.faults)
             made = trial.elements(kind, constraints, value, path)
             if len(trial.notes.faults) == before or trial is self:
-                return made
+                return self.accept(trial, made)
         return self.scalar(hint, value, path)
 
     def elements(self, kind: Any, constraints: tuple[Any, ...], value: Any, path: str) -> Any:
         types, before = get_args(kind), len(self.notes.faults)
         if isinstance(value, dict):
             made: Any = {
-                self.build(types[0], k, path): self.build(types[1], v, join(path, k))
-                for k, v in value.items()
+                self.build(types[0], k, path): self.build(types[1], v, join(path, k)) for k, v in value.items()
             }
         else:
             types = types[:1] * len(value) if types[1:] == (...,) else types
@@ -167,10 +174,16 @@ class Reader:
         trial = Reader(self.root, Notes())
         made = trial.container(hint, [value], path)
         if not trial.notes.faults:
-            return made
-        if len(members(hint)) > 1 or get_args(members(hint)[0][0])[1:] != (...,):
+            return self.accept(trial, made)
+        several = len(members(hint)) > 1 or get_args(members(hint)[0][0])[1:] != (...,)
+        if several or (isinstance(value, str) and "," in value):
             return self.misfit(hint, value, path)
-        self.build(item(hint), value, path)
+        return self.build(item(hint), value, path)
+
+    def accept(self, trial: "Reader", made: Any) -> Any:
+        if trial is not self:
+            self.notes.crossed += trial.notes.crossed
+        return made
 
     def misfit(self, hint: Any, value: Any, path: str, reason: str = "") -> None:
         told = f": {reason}" if reason else ""
@@ -178,22 +191,28 @@ class Reader:
 
     def unknown(self, section: type, name: str, path: str, value: Any) -> str:
         """What to say of a name that a section does not have: its likes here, its namesakes elsewhere."""
-        known, told = list(hints(section)), [f"unknown name (value {show(value)})"]
+        told = [f"unknown name (value {show(value)})"]
         if "." in name:
             return f"{told[0]}; dotted names are for the command line, in a file sections are nested"
+        known, name = list(hints(section)), name.replace("-", "_")
         here = re.sub(r"\.[0-9]+(?=\.)", "", join(path, name))
-        everywhere = list(names(self.root))
-        owners = [owner for place, owner in everywhere if place == here]
-        near = difflib.get_close_matches(name, known, 1)
-        others = [place for place, _ in everywhere if place.rpartition(".")[2] == name and place != here]
+        everywhere = {place: owner for place, owner in names(self.root) if place != here}
+        owners = [owner for place, owner in names(self.root) if place == here]
         if owners:
             told.append("it belongs to kind " + " | ".join(kind for one in owners for kind in kinds(one)))
-        if near:
+        elif near := difflib.get_close_matches(name, known, 1):
             told.append(f"did you mean {join(path, near[0])}?")
-        if others and not owners:
-            told.append(f"there is {' and '.join(dict.fromkeys(others))}")
+        if not owners and (others := namesakes(name, list(everywhere), not near)):
+            told.append(f"there is {' and '.join(others[:3])}")
         told.append(f"known in {path or 'a recipe'}: {', '.join(known)}")
         return "; ".join(told)
+
+
+def namesakes(name: str, places: list[str], alike: bool) -> list[str]:
+    """The dotted paths that end in a name, or else (if `alike`) in one much like it."""
+    ends = {place: place.rpartition(".")[2] for place in places}
+    near = difflib.get_close_matches(name, ends.values(), 1, 0.75) if alike else []
+    return [place for place in places if ends[place] == name] or [p for p in places if ends[p] in near]
 
 
 def tip(hint: Any, value: Any) -> str:

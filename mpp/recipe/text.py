@@ -16,7 +16,7 @@ WHOLE = re.compile(f"[-+]?{DIGITS}")
 NUMBER = re.compile(rf"[-+]?(\.[0-9]+|{DIGITS}(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 COMMAND_LINE = "command line"
 MAX_DEPTH = 50
-MAX_BYTES = 1_000_000  # a recipe is a page of text; more is the wrong file, or meant to fill the memory
+MAX_BYTES = 200_000  # a recipe is a page of text; more is the wrong file, or meant to fill the memory
 
 
 class RecipeError(ValueError):
@@ -34,11 +34,13 @@ class Notes:
     def __init__(self) -> None:
         self.origins: dict[str, str] = {}
         self.faults: list[str] = []
+        self.crossed: list[str] = []  # right by themselves, wrong together: these hinder no further check
 
-    def add(self, path: str, message: str, origin: str | None = None) -> None:
+    def add(self, path: str, message: str, origin: str | None = None, crossed: bool = False) -> None:
         place = origin or self.origin(path)
         line = f"{path}: {message}" if path else message
-        self.faults.append(f"{line}  ({place})" if place else line)
+        kept = self.crossed if crossed else self.faults
+        kept.append(f"{line}  ({place})" if place else line)
 
     def origin(self, path: str) -> str | None:
         """Where `path` was written; None where it is a default. One section may stand for a list of it."""
@@ -52,16 +54,16 @@ def join(path: str, key: object) -> str:
 def layers(path: Path, notes: Notes, inner: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     """The trees of a recipe file and of the files its `base:` leads to, the deepest base first."""
     chain = (*inner, path)
-    if path.resolve() in (p.resolve() for p in inner):
+    text = read(path, f"\n  named as base: in {inner[-1]}" if inner else "")
+    if any(path.samefile(other) for other in inner):
         raise RecipeError("base: goes round in a circle: " + " -> ".join(map(str, chain)))
-    named_by = f"\n  named as base: in {inner[-1]}" if inner else ""
-    tree = parse(read(path, named_by), str(path), notes)
+    tree = parse(text, str(path), notes)
     if tree is None or tree == "":
         return [{}]
     if not isinstance(tree, dict):
         raise RecipeError(f"{path}: expected lines like `name: value`, got {show(tree)}")
     base = tree.pop("base", None)
-    if base is None or isinstance(base, Plain) and base in NULLS:
+    if base is None or (isinstance(base, Plain) and base in NULLS):
         return [tree]
     if not isinstance(base, str):
         raise RecipeError(f"{path}: base: expected the path of one recipe, got {show(base)}")
@@ -70,12 +72,12 @@ def layers(path: Path, notes: Notes, inner: tuple[Path, ...] = ()) -> list[dict[
 
 def read(path: Path, named_by: str = "") -> str:
     """The text of a recipe file, or a RecipeError that says what is there instead."""
-    if not path.is_file():
-        what = "is a folder, not a recipe file" if path.is_dir() else "there is no such recipe"
-        raise RecipeError(f"{path}: {what}{named_by}{nearby(path)}")
-    if path.stat().st_size > MAX_BYTES:
-        raise RecipeError(f"{path}: {path.stat().st_size:,} bytes are too many for a recipe{named_by}")
     try:
+        if not path.is_file():
+            what = "is a folder, not a recipe file" if path.is_dir() else "there is no such recipe"
+            raise RecipeError(f"{path}: {what}{named_by}{nearby(path)}")
+        if path.stat().st_size > MAX_BYTES:
+            raise RecipeError(f"{path}: {path.stat().st_size:,} bytes are too many for a recipe{named_by}")
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text (byte {error.start}){named_by}") from None
@@ -85,8 +87,9 @@ def read(path: Path, named_by: str = "") -> str:
 
 def nearby(path: Path, limit: int = 5) -> str:
     """The recipes around a path that is not one, most alike first."""
-    folder = next((p for p in (path, path.parent) if p.is_dir()), Path("recipes"))
-    found = sorted(map(str, [*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]))
+    folders = {path if path.is_dir() else path.parent, Path("recipes")}
+    files = {file for folder in folders for depth in ("[!.]*.yaml", "[!.]*/[!.]*.yaml") for file in folder.glob(depth)}
+    found = sorted(map(str, files))
     found.sort(key=lambda name: -difflib.SequenceMatcher(None, name, str(path)).ratio())
     return "\n    ".join(["\n  recipes nearby, most alike first:", *found[:limit]]) if found else ""
 
@@ -149,9 +152,7 @@ class Tree:
             raise RecipeError(f"{self.place(node)}: tags are not for recipes: {node.tag}")
 
     def place(self, node: Any) -> str:
-        return (
-            self.source if self.source == COMMAND_LINE else f"{self.source}, line {node.start_mark.line + 1}"
-        )
+        return self.source if self.source == COMMAND_LINE else f"{self.source}, line {node.start_mark.line + 1}"
 
 
 def guess(value: Any) -> Any:

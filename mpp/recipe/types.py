@@ -41,7 +41,7 @@ def members(hint: Any, constraints: tuple[Any, ...] = ()) -> list[tuple[Any, tup
         return members(inner, (*constraints, *more))
     if get_origin(hint) in (Union, UnionType):
         return [member for part in get_args(hint) for member in members(part, constraints)]
-    return [(hint, constraints)]
+    return [(hint, () if hint is NoneType else constraints)]
 
 
 def sections(hint: Any) -> dict[str, type]:
@@ -128,9 +128,7 @@ def describe(hint: Any) -> str:
     """A type in words, as it is written in a recipe: `whole number >= 1 | null`, `[number, number]`."""
     found = sections(hint)
     named = all("kind" in hints(section) for section in found.values())
-    words = [
-        f"{word(kind)}{limits(constraints)}" for kind, constraints in members(hint) if not is_dataclass(kind)
-    ]
+    words = [f"{word(kind)}{limits(constraints)}" for kind, constraints in members(hint) if not is_dataclass(kind)]
     if found:
         words.insert(0, "section of kind " + " | ".join(found) if named else "section")
     return " | ".join(dict.fromkeys(words))
@@ -208,7 +206,7 @@ def whole(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    if isinstance(value, Plain) and not NUMBER.fullmatch(value) or isinstance(value, bool):
+    if (isinstance(value, Plain) and not NUMBER.fullmatch(value)) or isinstance(value, bool):
         raise ValueError
     if not isinstance(value, (Plain, int, float)) or not math.isfinite(real := float(value)):
         raise ValueError
@@ -251,7 +249,5 @@ READERS = {NoneType: nothing, bool: truth, int: whole, float: number, Any: guess
 def scalars(hint: Any) -> list[tuple[Any, tuple[Any, ...]]]:
     """The members of a hint that one value can be, in the order in which they are tried."""
     order = list(READERS)
-    found = [
-        one for one in members(hint) if get_origin(one[0]) not in (tuple, dict) and not is_dataclass(one[0])
-    ]
+    found = [one for one in members(hint) if get_origin(one[0]) not in (tuple, dict) and not is_dataclass(one[0])]
     return sorted(found, key=lambda one: order.index(one[0]) if one[0] in order else -1)

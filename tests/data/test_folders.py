@@ -27,9 +27,28 @@ def names(dataset) -> list[str]:
 
 
 def test_every_visible_file_is_listed_whatever_its_extension(tmp_path):
-    put(tmp_path, "b.JPEG", "a/x.png", "a/deep/er/y", "c.txt", "a b\n'\"\t.jpg", "-rf.png", "\u00fc\u6f22.webp", "n" * 255)
+    put(
+        tmp_path,
+        "b.JPEG",
+        "a/x.png",
+        "a/deep/er/y",
+        "c.txt",
+        "a b\n'\"\t.jpg",
+        "-rf.png",
+        "\u00fc\u6f22.webp",
+        "n" * 255,
+    )
     dataset = Folder(path=tmp_path).open("train")
-    expected = ["-rf.png", "a b\n'\"\t.jpg", "a/deep/er/y", "a/x.png", "b.JPEG", "c.txt", "n" * 255, "\u00fc\u6f22.webp"]
+    expected = [
+        "-rf.png",
+        "a b\n'\"\t.jpg",
+        "a/deep/er/y",
+        "a/x.png",
+        "b.JPEG",
+        "c.txt",
+        "n" * 255,
+        "\u00fc\u6f22.webp",
+    ]
     assert names(dataset) == expected
     assert dataset.read([3, 0]) == [b"a/x.png", b"-rf.png"]
     assert dataset.description == f"folder {tmp_path}: 8 files"
@@ -164,7 +183,10 @@ def test_an_unlabelled_test_folder_gives_way_to_a_labelled_one(tmp_path):
 
 
 def test_train_can_be_a_class_or_the_only_split(tmp_path):
-    assert ClassFolders(path=put(tmp_path / "a", "car/1", "train/1")).open("train").classes == ("car", "train")
+    assert ClassFolders(path=put(tmp_path / "a", "car/1", "train/1")).open("train").classes == (
+        "car",
+        "train",
+    )
     assert ClassFolders(path=put(tmp_path / "b", "train/cat/1")).open("train").classes == ("cat",)
     assert ClassFolders(path=tmp_path / "b").open("test") is None
 

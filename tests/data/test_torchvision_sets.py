@@ -9,13 +9,13 @@ from PIL import Image
 
 pytest.importorskip("torchvision", reason="this source reads through torchvision")
 
-from mpp.data.torchvision_sets import Torchvision, dataset_class, parameters  # noqa: E402
+from mpp.data.torchvision_sets import Torchvision, dataset_class, parameters
 
 FAKE = Torchvision(name="FakeData", arguments={"size": 6, "image_size": [3, 4, 4], "num_classes": 3})
 
 
 def mnist(root: Path) -> Torchvision:
-    """MNIST's own idx files with 5 training and 3 test pictures; picture i is of level i, its label is i % 2."""
+    """MNIST's own idx files, 5 training and 3 test pictures; picture i is of level i and labelled i % 2."""
     raw = root / "MNIST" / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     for prefix, count in (("train", 5), ("t10k", 3)):
@@ -29,8 +29,8 @@ def mnist(root: Path) -> Torchvision:
 
 def imagenette(root: Path) -> Torchvision:
     """Files that are no pictures: they must come out as they are."""
-    for split, name in (("train", "n01440764/a"), ("train", "n03888257/b"), ("val", "n03888257/c"), ("val", "n01440764/d")):
-        path = root / "imagenette2" / split / f"{name}.JPEG"
+    for place in ("train/n01440764/a", "train/n03888257/b", "val/n03888257/c", "val/n01440764/d"):
+        name, path = place.partition("/")[2], root / "imagenette2" / f"{place}.JPEG"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(name.encode())
     return Torchvision(name="Imagenette", root=root)
@@ -103,7 +103,11 @@ def test_arguments_handed_on_to_base_classes_are_known(name, names):
 @pytest.mark.parametrize(
     ("source", "train", "test"),
     [
-        (Torchvision(name="OxfordIIITPet"), ["train", "trainval", "train-standard"], ["test", "val", "valid"]),
+        (
+            Torchvision(name="OxfordIIITPet"),
+            ["train", "trainval", "train-standard"],
+            ["test", "val", "valid"],
+        ),
         (Torchvision(name="STL10", arguments={"split": "unlabeled"}), [None], ["test", "val", "valid"]),
         (Torchvision(name="SUN397"), [None], []),
     ],

@@ -1,0 +1,403 @@
+"""The job end to end on a few dozen pictures: it trains, resumes to the bit, refuses what it must."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from mpp import pretrain as job
+from mpp.checkpoint import Checkpoint
+from mpp.config import RecipeError, load_recipe
+from mpp.pretrain import EXIT_STOPPED, PretrainConfig
+
+TINY = """
+augment: {crop: {kind: shifted_crop, padding: 2}}
+backbone: {kind: vit, patch_size: 8, image_size: 32, embed_dim: 32, depth: 2, num_heads: 2}
+optim: {lr: 1.0e-3, warmup_steps: 2, weight_decay: 0.05}
+train: {steps: 6, batch_size: 8, log_every: 2, threads: 1}
+heldout: {images: 20, train_images: 40, pictures: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """44 photographs-like pictures in two classes: smooth gradients in many colours, of many sizes."""
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for number in range(44):
+        h, w = rng.integers(34, 90, 2)
+        corners = rng.integers(0, 256, (2, 2, 3), dtype=np.uint8)
+        place = folder / ("ab"[number % 2])
+        place.mkdir(exist_ok=True)
+        Image.fromarray(corners).resize((int(w), int(h)), Image.Resampling.BICUBIC).save(place / f"{number}.png")
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path, pictures):
+    """recipe("--train.steps=3") -> a checked PretrainConfig on the pictures, in a folder of its own."""
+    file = tmp_path / "tiny.yaml"
+    file.write_text(TINY)
+
+    def make(*overrides: str, out: str = "run") -> PretrainConfig:
+        given = {"data.kind": "folder", "data.path": pictures, "out": tmp_path / out} | {
+            name: value for name, _, value in (word[2:].partition("=") for word in overrides)
+        }
+        return load_recipe(PretrainConfig, [str(file), *(f"--{name}={value}" for name, value in given.items())])
+
+    return make
+
+
+def pretrain(config: PretrainConfig) -> int:
+    """A run in this process, as if it were a new one: accelerate remembers the first Accelerator's precision."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return job.pretrain(config)
+
+
+def lines(run: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def exact(run: Path) -> list[dict]:
+    """All metrics but the timings."""
+    return [{k: v for k, v in row.items() if k not in ("images_per_second", "data_wait")} for row in lines(run)]
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint(run / "checkpoints" / f"{step:08}")
+    names = ("model.safetensors", "objective.safetensors", "state/optimizer.safetensors")
+    return {f"{name}/{key}": value for name in names for key, value in checkpoint.tensors(name).items()}
+
+
+def assert_same_run(a: Path, b: Path, step: int) -> None:
+    ours, theirs = weights(a, step), weights(b, step)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert exact(a) == exact(b)
+    if (a / "trace.jsonl").exists():
+        assert lines(a, "trace.jsonl") == lines(b, "trace.jsonl")
+
+
+@pytest.mark.parametrize("target", ["mean_color", "downsized_color", "pixels"])
+def test_each_target_trains(recipe, target):
+    config = recipe(f"--target.kind={target}", "--train.steps=40", "--train.log_every=1", "--optim.lr=3e-3")
+    assert pretrain(config) == 0
+    losses = [row["loss"] for row in lines(config.out) if "loss" in row]
+    assert len(losses) == 40 and np.mean(losses[-5:]) < 0.97 * np.mean(losses[:5])
+    first, last = (row for row in lines(config.out) if "heldout_loss" in row)
+    assert (first["step"], last["step"]) == (0, 40) and last["heldout_loss"] < first["heldout_loss"]
+    if target != "pixels":
+        assert first["heldout_loss"] == pytest.approx(math.log(512), abs=0.1)
+    pictures = sorted(p.name for p in (config.out / "pictures").iterdir())
+    assert pictures == ["reconstruction_00000000.png", "reconstruction_00000040.png"]
+
+
+@pytest.mark.parametrize(("patch", "size"), [(4, 16), (8, 32), (14, 42), (16, 48)])
+def test_each_patch_size_trains(recipe, patch, size):
+    config = recipe(f"--backbone.patch_size={patch}", f"--backbone.image_size={size}", "--train.steps=3")
+    assert pretrain(config) == 0
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("target", ["mean_color", "downsized_color", "pixels"])
+def test_channels_and_non_square_images_train(recipe, channels, target):
+    config = recipe(
+        f"--data.channels={channels}", "--backbone.image_size=[48, 80]", f"--target.kind={target}", "--train.steps=3",
+        *(["--target.bits=2"] if target != "pixels" else []),
+    )  # fmt: skip
+    assert pretrain(config) == 0
+    assert [row["step"] for row in lines(config.out) if "loss" in row] == [2, 3]
+
+
+def test_a_timm_model_trains_and_its_checkpoint_opens_in_plain_timm(recipe):
+    config = recipe("--backbone.kind=timm", "--backbone.name=deit3_small_patch16_224", "--backbone.image_size=32",
+                    "--backbone.arguments={depth: 1, embed_dim: 32, num_heads: 2}", "--train.steps=3")  # fmt: skip
+    assert pretrain(config) == 0
+    model = timm.create_model(f"local-dir:{config.out}/checkpoints/00000003", pretrained=True)
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 32)
+
+
+def test_the_checkpoint_opens_in_plain_timm_with_our_features_a_head_and_another_size(recipe):
+    config = recipe("--data.channels=4", "--target.bits=2", "--backbone.pixel_mean=[.1,.2,.3,.4]")
+    assert pretrain(config) == 0
+    folder = f"local-dir:{config.out}/checkpoints/00000006"
+    model = timm.create_model(folder, pretrained=True).eval()
+    images = torch.randint(0, 256, (2, 4, 32, 32), dtype=torch.uint8)
+    backbone = _backbone(config)
+    assert model.pretrained_cfg["mean"] == [0.1, 0.2, 0.3, 0.4] and "license" not in model.pretrained_cfg
+    with torch.no_grad():
+        assert torch.allclose(model(backbone.normalize(images)), backbone.features(images)["mean", -1], atol=1e-5)
+    classifier = timm.create_model(folder, pretrained=True, num_classes=10, img_size=48)
+    assert classifier(torch.zeros(1, 4, 48, 48)).shape == (1, 10)
+
+
+def _backbone(config):
+    from mpp.backbones import build_backbone
+    from mpp.weights import checkpoint_at, load_strictly
+
+    backbone = build_backbone(config.backbone, config.data.channels, 0).eval()
+    load_strictly(backbone.model, checkpoint_at(config.out).tensors("model.safetensors"), "test")
+    return backbone
+
+
+def test_evaluations_stand_beside_the_untrained_backbone(recipe):
+    config = recipe("--data.kind=class_folders", "--data.heldout=0.25", "--train.eval_every=3",
+                    "--evaluations=[{kind: fewshot, shots: [3]}, {kind: knn, k: [5]}]")  # fmt: skip
+    assert pretrain(config) == 0
+    rows = lines(config.out, "results.jsonl")
+    assert [(r["backbone"], r["step"], r["evaluation"]) for r in rows] == [
+        (which, step, kind)
+        for which, step in (("untrained", 0), ("trained", 3), ("trained", 6))
+        for kind in ("fewshot", "knn")
+    ]
+    assert all(0 <= r["value"] <= 1 and r["images"] == 11 and "commit" in r for r in rows)
+
+
+def test_unlabelled_data_leaves_evaluations_out_and_named_unlabelled_data_is_refused(recipe, pictures, capsys):
+    assert pretrain(recipe("--evaluations=[{kind: knn}]", "--train.steps=3")) == 0
+    assert "knn is left out" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="needs labels"):
+        pretrain(recipe(f"--evaluations=[{{kind: knn, data: {{kind: folder, path: '{pictures}'}}}}]", out="other"))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stop_at", [1, 3, 7])
+def test_a_run_that_dies_and_is_started_again_equals_one_that_did_not(recipe, monkeypatch, accumulation, stop_at):
+    """Steps 1 to 9 are in epochs 1 and 2 (43 pictures, batch 8); checkpoints every 2 steps, log windows of 3."""
+    overrides = ("--train.steps=9", "--train.checkpoint_every=2", "--train.log_every=3", "--train.eval_every=4",
+                 "--train.trace=true", f"--train.micro_batch_size={8 // accumulation}")  # fmt: skip
+    twin, config = recipe(*overrides, out="twin"), recipe(*overrides)
+    assert pretrain(twin) == 0
+    with monkeypatch.context() as patch:
+        _die_after(patch, stop_at)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(config)
+    assert pretrain(config) == 0
+    assert_same_run(config.out, twin.out, 9)
+
+
+def _die_after(monkeypatch, step: int) -> None:
+    """The next run ends at once after so many updates, with no chance to save: kill -9 without a second process."""
+    from mpp.trainer import Trainer
+
+    update = Trainer._update
+
+    def dying(self, batches):
+        if self.step == step:
+            raise KeyboardInterrupt
+        update(self, batches)
+
+    monkeypatch.setattr(Trainer, "_update", dying)
+
+
+def test_a_signal_finishes_the_step_saves_and_the_same_command_goes_on(recipe, monkeypatch):
+    from mpp.trainer import Trainer
+
+    config, twin = recipe("--train.log_every=5"), recipe("--train.log_every=5", out="twin")
+    assert pretrain(twin) == 0
+    update = Trainer._update
+
+    def signalled(self, batches):
+        if self.step == 3:
+            import signal
+
+            signal.raise_signal(signal.SIGTERM)
+        update(self, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_update", signalled)
+        assert pretrain(config) == EXIT_STOPPED
+    assert [p.name for p in (config.out / "checkpoints").iterdir()] == ["00000004"]
+    assert pretrain(config) == 0
+    assert_same_run(config.out, twin.out, 6)
+
+
+def test_a_finished_run_is_left_as_it_is(recipe):
+    config = recipe()
+    assert pretrain(config) == 0
+    before = {p: p.read_bytes() for p in config.out.rglob("*") if p.is_file() and p.name != "train.log"}
+    assert pretrain(config) == 0
+    assert {p: p.read_bytes() for p in config.out.rglob("*") if p.is_file() and p.name != "train.log"} == before
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["--optim.lr=2e-3", "--train.steps=7", "--train.batch_size=4", "--train.seed=1", "--masking.ratio=0.4", "--target.bits=2",
+     "--backbone.depth=1", "--backbone.image_size=48", "--augment.horizontal_flip=false", "--train.precision=bf16",
+     "--corruption.random_patch=0.2", "--objective.path=general", "--data.channels=1", "--train.threads=2"],
+)  # fmt: skip
+def test_going_on_with_a_recipe_that_learns_something_else_is_refused_by_name(recipe, override):
+    assert pretrain(recipe("--train.steps=2", "--optim.warmup_steps=1")) == 0
+    field = override[2:].partition("=")[0]
+    with pytest.raises(ValueError, match=field):
+        pretrain(recipe("--train.steps=2", "--optim.warmup_steps=1", override))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["--train.log_every=1", "--train.keep_last=1", "--train.workers=1", "--train.micro_batch_size=4"],
+)
+def test_what_changes_nothing_may_change(recipe, override):
+    assert pretrain(recipe()) == 0
+    assert pretrain(recipe(override)) == 0
+
+
+def test_other_data_under_the_same_recipe_is_refused(recipe, pictures, tmp_path):
+    import shutil
+
+    config = recipe()
+    assert pretrain(config) == 0
+    moved = tmp_path / "moved"
+    shutil.copytree(pictures, moved)
+    at = lambda path: replace(config, data=replace(config.data, path=path))  # noqa: E731
+    assert pretrain(at(moved)) == 0  # the same files elsewhere are the same data
+    (moved / "a" / "0.png").unlink()
+    with pytest.raises(ValueError, match="44 images before, 43 now"):
+        pretrain(at(moved))
+
+
+def test_a_finished_run_is_extended_by_name(recipe):
+    assert pretrain(recipe()) == 0
+    longer = recipe("--train.extend.steps=4", "--train.extend.schedule=linear")
+    assert pretrain(longer) == 0
+    rows = [row for row in lines(longer.out) if "loss" in row]
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10]
+    assert [row["lr"] for row in rows[-2:]] == pytest.approx([0.75e-3, 0.25e-3])
+    with pytest.raises(ValueError, match=r"train\.extend"):
+        pretrain(recipe())
+
+
+def test_init_goes_on_from_other_weights_with_a_fresh_optimiser(recipe, capsys):
+    first = recipe()
+    assert pretrain(first) == 0
+    second = recipe(f"--init={first.out}", "--target.bits=2", "--optim.lr=1e-12", "--train.steps=3", out="second")
+    assert pretrain(second) == 0
+    assert "weights of step 6" in capsys.readouterr().out
+    ours, theirs = weights(second.out, 3), weights(first.out, 6)
+    name = "model.safetensors/blocks.0.mlp.fc1.weight"
+    assert torch.allclose(ours[name], theirs[name], atol=1e-7)
+    with pytest.raises(ValueError, match="does not fit this backbone"):
+        pretrain(recipe(f"--init={first.out}", "--backbone.depth=1", out="third"))
+    with pytest.raises(ValueError, match="has no checkpoint"):
+        pretrain(recipe("--init=/nonexistent", out="fourth"))
+
+
+def test_labels_without_information_stop_the_run_before_the_first_step(recipe, tmp_path):
+    dark = tmp_path / "dark"
+    dark.mkdir()
+    for number in range(12):  # 16-bit pictures with values of 0 to 700 of 65535: one label everywhere
+        values = np.random.default_rng(number).integers(0, 700, (32, 32)).astype(np.uint16)
+        Image.fromarray(values).save(dark / f"{number}.png")
+    with pytest.raises(ValueError, match=r"carry almost nothing.*data\.range"):
+        pretrain(recipe(f"--data.path={dark}"))
+    assert pretrain(recipe(f"--data.path={dark}", "--data.range=[0, 700]", out="ranged")) == 0
+    assert pretrain(recipe(f"--data.path={dark}", "--heldout.min_information=0", out="forced")) == 0
+
+
+def test_bad_pictures_are_skipped_named_and_the_same_for_any_workers(recipe, pictures, tmp_path):
+    import shutil
+
+    mixed = tmp_path / "mixed"
+    shutil.copytree(pictures, mixed)
+    (mixed / "a" / "empty.jpg").write_bytes(b"")
+    (mixed / "a" / "page.jpg").write_text("<html>404</html>")
+    (mixed / ".hidden.png").write_bytes(b"")
+    runs = [recipe(f"--data.path={mixed}", "--train.steps=12", f"--train.workers={w}", out=f"w{w}") for w in (0, 2)]
+    for config in runs:
+        assert pretrain(config) == 0
+        assert sorted(Path(row["name"]).name for row in lines(config.out, "skipped.jsonl")) == [
+            "empty.jpg",
+            "page.jpg",
+        ]
+    assert exact(runs[0].out) == exact(runs[1].out)
+
+
+def test_foreign_folders_are_not_written_into(recipe, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    with pytest.raises(ValueError, match="not a run"):
+        pretrain(recipe())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        (["--backbone.patch_size=5"], "backbone.patch_size"),
+        (["--optim.warmup_steps=6"], "optim.warmup_steps"),
+        (["--train.micro_batch_size=3"], "train.micro_batch_size"),
+        (["--masking.ratio=0.01"], "masking.ratio"),
+        (["--target.bits=6"], "target"),
+        (["--train.epochs=2"], "train.steps"),
+        (["--corruption.random_patch=0.5"], "corruption"),
+        (["--backbone.pixel_mean=[0.1, 0.2]"], "backbone.pixel_mean"),
+        (["--evaluations=[{kind: knn, layers: [2]}]"], "evaluations.0.layers"),
+        (["--evaluations=[{kind: knn, pool: [cls]}]", "--backbone.class_token=false"], "evaluations.0.pool"),
+    ],
+)
+def test_faults_across_fields_are_found_before_any_data_is_read(recipe, overrides, path):
+    with pytest.raises(RecipeError, match=path.replace(".", r"\.")):
+        recipe(*overrides, "--data.path=/nonexistent")
+
+
+def test_fp16_is_refused_on_a_cpu(recipe):
+    with pytest.raises(ValueError, match="fp16"):
+        pretrain(recipe("--train.precision=fp16"))
+
+
+def test_bf16_trains(recipe):
+    assert pretrain(recipe("--train.precision=bf16", "--train.steps=3")) == 0
+
+
+def test_dropout_is_a_function_of_the_step(recipe, monkeypatch):
+    overrides = ("--backbone.dropout=0.1", "--backbone.drop_path=0.1", "--train.checkpoint_every=2")
+    twin, config = recipe(*overrides, out="twin"), recipe(*overrides)
+    assert pretrain(twin) == 0
+    with monkeypatch.context() as patch:
+        _die_after(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(config)
+    assert pretrain(config) == 0
+    assert_same_run(config.out, twin.out, 6)
+
+
+def test_an_update_with_a_non_finite_gradient_is_left_out_and_counted(recipe, monkeypatch):
+    from mpp.tasks import MaskedPatchPrediction
+
+    forward, calls = MaskedPatchPrediction.forward, [0]
+
+    def poisoned(self, batch):
+        result = forward(self, batch)
+        calls[0] += self.training and torch.is_grad_enabled()
+        return result | {"loss": result["loss"] * float("nan")} if calls[0] in (5, 6) else result
+
+    monkeypatch.setattr(MaskedPatchPrediction, "forward", poisoned)
+    config = recipe("--train.log_every=6")
+    assert pretrain(config) == 0
+    assert [row["skipped_updates"] for row in lines(config.out) if "loss" in row] == [2]
+    assert all(value.isfinite().all() for value in weights(config.out, 6).values())
+    calls[0] = -1000
+
+    monkeypatch.setattr(
+        MaskedPatchPrediction,
+        "forward",
+        lambda self, batch: {"loss": forward(self, batch)["loss"] * float("nan"), "count": 64},
+    )
+    with pytest.raises(FloatingPointError, match="10 steps in a row"):
+        pretrain(recipe("--train.steps=12", "--train.log_every=12", out="lost"))
+
+
+def test_the_loss_does_not_depend_on_accumulation(recipe):
+    runs = [recipe("--train.log_every=1", f"--train.micro_batch_size={m}", out=f"m{m}") for m in (8, 2)]
+    for config in runs:
+        assert pretrain(config) == 0
+    a, b = ([row["loss"] for row in lines(config.out) if "loss" in row] for config in runs)
+    assert a == pytest.approx(b, abs=1e-5)
