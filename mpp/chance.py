@@ -23,7 +23,7 @@ class Purpose(IntEnum):
     PARTNER = 6
     HELDOUT = 7
     DROPOUT = 8
-    INIT = 9
+    FEWSHOT = 1001
 
 
 def hashed(*words: Word) -> Tensor:

@@ -155,7 +155,8 @@ class Pretraining:
         self.files = Run(config.out, runtime.is_main)
         self.begun = self.files.exists()
         self.share = share_of(train, runtime.rank, runtime.world)
-        self.data = open_splits(config.data)
+        with runtime.accelerator.main_process_first():  # downloads and caches are made once
+            self.data = open_splits(config.data)
         self.backbone = build_backbone(config.backbone, config.data.channels, train.seed)
         choose_attention(self.backbone, runtime.device, train.precision)
         self.task = config.objective.build(self.backbone, config.masking, config.corruption, config.target, train.seed)

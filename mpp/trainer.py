@@ -24,10 +24,10 @@ MAX_BAD_STEPS = 10  # non-finite updates in a row before the run is called lost
 class Train:
     """How long, how much at a time, and what is written down."""
 
-    steps: Positive | None = None
-    """optimiser updates; or give epochs"""
+    steps: Positive | None = 10_000
+    """optimiser updates; null = by epochs"""
     epochs: Annotated[float, Gt(0)] | None = None
-    """passes over the training pictures, instead of steps"""
+    """passes over the training pictures, where steps is null"""
     extend: tuple[Extend, ...] = ()
     """stretches after the planned end of a finished run, e.g. --train.extend.steps 1000"""
     batch_size: Positive = 256
@@ -59,7 +59,7 @@ class Train:
 
     def faults(self) -> Iterator[tuple[str, str]]:
         if (self.steps is None) == (self.epochs is None):
-            yield "steps", "give steps or epochs, and not both"
+            yield "steps", f"{self.steps} and epochs {self.epochs}: give one of them and set the other to null"
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             yield "micro_batch_size", f"{self.micro_batch_size} does not divide batch_size {self.batch_size}"
 

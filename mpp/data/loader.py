@@ -63,9 +63,10 @@ class TrainingViews(TorchDataset):
         epochs, indices = self.order.at(torch.tensor(positions))
         ids = torch.from_numpy(self.pictures.subset.ids)[indices]
         pictures = self.pictures.read(ids.tolist())
-        skipped = [
-            self._replace(row, epochs, ids, pictures) for row, p in enumerate(pictures) if isinstance(p, Skipped)
-        ]
+        skipped: list[Skipped] = []
+        for row, picture in enumerate(pictures):
+            if isinstance(picture, Skipped):
+                skipped += self._replace(row, epochs, ids, pictures)
         draws = self.augment.draws(self.order.seed, epochs, ids)
         views = [self.augment(p, self.size, d) for p, d in zip(cast(list[Tensor], pictures), draws, strict=True)]
         batch = {"image": torch.stack(views), "id": ids, "epoch": epochs, "skipped": skipped}

@@ -10,7 +10,7 @@ import torch
 from annotated_types import Ge, Gt, MinLen
 from torch import Tensor
 
-from mpp.chance import hashed
+from mpp.chance import Purpose, hashed
 from mpp.data.sources import Source
 from mpp.evaluation.knn import check_features, check_labels, listed, repeats
 
@@ -182,16 +182,12 @@ def draw(y: Tensor, shots: Shots, seed: int) -> Tensor:
     indices = torch.arange(len(y), device=y.device)
     if shots == "all":
         return indices
-    shuffled = hashed(seed, indices, _DRAW).argsort(stable=True)
+    shuffled = hashed(seed, indices, Purpose.FEWSHOT).argsort(stable=True)
     by_class = shuffled[y[shuffled].argsort(stable=True)]
     counts = torch.bincount(y)
     first = counts.cumsum(0) - counts
     rank = indices - first[y[by_class]]
     return by_class[rank < shots].sort().values
-
-
-# What the hash is for, beside the purposes `mpp.chance` lists; part of every few-shot number ever reported.
-_DRAW = 1001
 
 
 def check_shots(split: "Split", shots: int) -> None:
