@@ -149,8 +149,8 @@ class HeldOutLoss:
         if found < least:
             raise ValueError(
                 f"the labels carry almost nothing: {found:.4f} {target.unit}, expected at least {least:g}. Nearly "
-                f"every patch has the same colour: set data.range to the raw values that mean black and white, or try more "
-                f"target.bits; --heldout.min_information 0 trains all the same"
+                f"every patch has the same colour: set data.range to the raw values that mean black and white, "
+                f"or try more target.bits; --heldout.min_information 0 trains all the same"
             )
 
     def _reduced(self, sums: Tensor) -> Tensor:

@@ -63,29 +63,27 @@ def table(rows: Iterable[Sequence[str]], header: Sequence[str]) -> str:
 
 
 def comparison(results: Sequence[Row]) -> str:
-    """Newest trained scores beside the untrained backbone's, one line for each evaluation and setting."""
+    """Newest trained top-1 scores beside the untrained backbone's, one line for each evaluation and setting."""
+    rows = [row for row in results if row["metric"] == "top1"]
     scores: dict[str, dict[str, Row]] = {}
-    for row in results:
-        scores.setdefault(_what(row), {})[row["backbone"]] = row
+    for row in rows:
+        alike = [other["setting"] for other in rows if other["evaluation"] == row["evaluation"]]
+        scores.setdefault(f"{row['dataset']}, {row['evaluation']}, {_told(row['setting'], alike)}", {})[
+            row["backbone"]
+        ] = row
     lines = []
     for name, pair in scores.items():
         before, after = pair.get("untrained"), pair.get("trained")
         gain = f"{100 * (after['value'] - before['value']):+.1f}" if before and after else "-"
         lines.append([name, _percent(before), _percent(after), gain])
-    return table(
-        lines,
-        [
-            "top-1 accuracy, %" if all(r["metric"] == "top1" for r in results) else "accuracy, %",
-            "untrained",
-            "trained",
-            "gain",
-        ],
-    )
+    return table(lines, ["top-1 accuracy, %", "untrained", "trained", "gain"])
 
 
-def _what(row: Row) -> str:
-    setting = ", ".join(f"{key} {value}" for key, value in row["setting"].items())
-    return f"{row['dataset']} {row['evaluation']} {row['metric']} ({setting})"
+def _told(setting: Row, alike: Sequence[Row]) -> str:
+    """What tells this setting from the others: its first entry (shots, k), and whatever differs among them."""
+    first = next(iter(setting))
+    differ = [key for key in setting if key == first or any(other.get(key) != setting[key] for other in alike)]
+    return ", ".join(f"{key} {setting[key]}" for key in differ)
 
 
 def _percent(row: Row | None) -> str:

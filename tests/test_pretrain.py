@@ -231,9 +231,12 @@ def test_a_finished_run_is_left_as_it_is(recipe):
 
 @pytest.mark.parametrize(
     "override",
-    ["--optim.lr=2e-3", "--train.steps=7", "--train.batch_size=4", "--train.seed=1", "--masking.ratio=0.4", "--target.bits=2",
-     "--backbone.depth=1", "--backbone.image_size=48", "--augment.horizontal_flip=false", "--train.precision=bf16",
-     "--corruption.random_patch=0.2", "--objective.path=general", "--data.channels=1", "--train.threads=2"],
+    [
+        "--optim.lr=2e-3", "--train.steps=7", "--train.batch_size=4", "--train.seed=1", "--masking.ratio=0.4",
+        "--target.bits=2", "--backbone.depth=1", "--backbone.image_size=48", "--augment.horizontal_flip=false",
+        "--train.precision=bf16", "--corruption.random_patch=0.2", "--objective.path=general", "--data.channels=1",
+        "--train.threads=2",
+    ],
 )  # fmt: skip
 def test_going_on_with_a_recipe_that_learns_something_else_is_refused_by_name(recipe, override):
     assert pretrain(recipe("--train.steps=2", "--optim.warmup_steps=1")) == 0

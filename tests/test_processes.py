@@ -49,8 +49,8 @@ def command(folder: Path, out: str, *overrides: str, processes: int = 1) -> tupl
     if processes == 1:
         return [sys.executable, *tool], environment
     launch = [
-        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={processes}", "--num_machines=1",
-        "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0",
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={processes}",
+        "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0",
     ]  # fmt: skip
     return [*launch, *tool], environment
 

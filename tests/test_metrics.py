@@ -1,0 +1,38 @@
+"""Records on disk, and the small table at a run's end."""
+
+import json
+
+from mpp.metrics import JsonLines, comparison, table
+
+
+def test_what_json_cannot_say_becomes_null(tmp_path):
+    file = JsonLines(tmp_path / "metrics.jsonl")
+    file.write({"step": 1, "loss": float("nan"), "norm": float("inf"), "lr": 0.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None, "norm": None, "lr": 0.5}
+    JsonLines(tmp_path / "other.jsonl", active=False).write({"step": 1})
+    assert not (tmp_path / "other.jsonl").exists() and JsonLines(tmp_path / "other.jsonl").read() == []
+
+
+def row(backbone, step, value, evaluation="fewshot", metric="top1", spread=None, **setting):
+    return {"dataset": "demo", "evaluation": evaluation, "metric": metric, "backbone": backbone, "step": step,
+            "value": value, "spread": spread, "setting": setting | {"pool": "mean"}}  # fmt: skip
+
+
+def test_the_newest_trained_score_stands_beside_the_untrained_one():
+    text = comparison([
+        row("untrained", 0, 0.3, shots=10, spread=0.011), row("untrained", 0, 0.5, "knn", k=20),
+        row("untrained", 0, 0.9, "knn", metric="top5", k=20),
+        row("trained", 5, 0.35, shots=10, spread=0.01), row("trained", 9, 0.425, shots=10, spread=0.02),
+        row("trained", 9, 0.4, shots=25),
+    ])  # fmt: skip
+    assert text.splitlines() == [
+        "top-1 accuracy, %        untrained    trained   gain",
+        "demo, fewshot, shots 10  30.0 ±1.1  42.5 ±2.0  +12.5",
+        "demo, knn, k 20               50.0          -      -",
+        "demo, fewshot, shots 25          -       40.0      -",
+    ]
+
+
+def test_columns_line_up():
+    lines = table([["a", "1.0"], ["bcd", "10.0"]], ["name", "value"]).splitlines()
+    assert lines == ["name  value", "a       1.0", "bcd    10.0"]
