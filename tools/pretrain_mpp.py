@@ -27,6 +27,9 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"pretrain_mpp: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # --help | head
+        sys.stdout = None
+        return 0
 
 
 if __name__ == "__main__":
