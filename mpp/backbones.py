@@ -122,6 +122,8 @@ class Timm:
     """divides them"""
 
     def faults(self) -> Iterator[tuple[str, str]]:
+        for taken in sorted({"num_classes", "global_pool", "in_chans", "img_size", "pretrained"} & set(self.arguments)):
+            yield f"arguments.{taken}", "is set by other fields (backbone.image_size, data.channels) or not free here"
         if not timm.is_model(self.name):
             near = timm.list_models(f"*{self.name.split('.')[0].split('_')[0]}*")[:5]
             yield "name", f"timm {timm.__version__} has no model {self.name!r}; some that it has: {near}"
@@ -148,10 +150,10 @@ def build_backbone(spec: ViT | Timm, channels: int, seed: int) -> "Backbone":
             model = timm.create_model(
                 name, pretrained=False, num_classes=0, global_pool="", **arguments, **spec.regularization()
             )
-        except TypeError as error:
+        except (TypeError, AssertionError, RuntimeError, ValueError, KeyError) as error:
             raise ValueError(
-                f"timm's {name} does not take the arguments {sorted(arguments)}: {error}; "
-                f"it must be a vision transformer, try `backbone.kind: vit`"
+                f"timm cannot make {name} with the arguments {arguments}: {error}; masked patch prediction needs a "
+                f"plain vision transformer, try `backbone.kind: vit`"
             ) from None
     return Backbone(model, channels, spec.pixel_mean, spec.pixel_std, name, arguments)
 
@@ -182,9 +184,11 @@ class Backbone(nn.Module):
         self.register_buffer("std", _per_channel(std, channels, "pixel_std"), persistent=False)
         self.image_size = _image_size(model, name)
         self._corruption: Callable[[Tensor], Tensor] | None = None
+        _refuse_what_mixes_images(model, name)
         _patch_embedding(model, name).register_forward_hook(self._corrupt_embedding)
         self.grid, self.num_prefix_tokens, self.embed_dim = self._measure()
         self.patch_size: Size = (self.image_size[0] // self.grid[0], self.image_size[1] // self.grid[1])
+        grid_of(self.image_size, self.patch_size)  # a border that belongs to no patch is refused
         self.is_plain = is_plain_vit(model)
         self.has_dropout = any(_is_random(module) for module in model.modules())
 
@@ -222,23 +226,27 @@ class Backbone(nn.Module):
 
         `mean` is over the patch tokens: the class token gets no loss in masked patch prediction (METHOD.md 1).
         """
-        if "cls" in pools and getattr(self.model, "cls_token", None) is None:
-            raise ValueError("pool: cls asks for a class token and this backbone has none; try pool: mean")
+        self.check_readout(pools, layers)
         outputs = {}
         for layer, tokens in zip(layers, self._layer_tokens(images, layers), strict=True):
             pooled = {"mean": tokens[:, self.num_prefix_tokens :].mean(1), "cls": tokens[:, 0]}
             outputs |= {(pool, layer): pooled[pool] for pool in pools}
         return outputs
 
+    def check_readout(self, pools: Sequence[Pool], layers: Sequence[int]) -> None:
+        """ValueError for a pooling or layer that this backbone does not have."""
+        if "cls" in pools and getattr(self.model, "cls_token", None) is None:
+            raise ValueError("pool: cls asks for a class token and this backbone has none; try pool: mean")
+        if not all(-self.depth <= layer < self.depth for layer in layers):
+            raise ValueError(
+                f"layers {list(layers)} of a backbone with {self.depth}: expected {-self.depth} .. {self.depth - 1}"
+            )
+
     def _layer_tokens(self, images: Tensor, layers: Sequence[int]) -> list[Tensor]:
         images = self.normalize(images)
         if all(layer in (-1, self.depth - 1) for layer in layers):
             return [self.model.forward_features(images)] * len(layers)  # pyright: ignore
         indices = [layer + self.depth if layer < 0 else layer for layer in layers]
-        if not all(0 <= index < self.depth for index in indices):
-            raise ValueError(
-                f"layers {list(layers)} of a backbone with {self.depth}: expected {-self.depth} .. {self.depth - 1}"
-            )
         wanted = sorted(set(indices))
         try:
             pairs = self.model.forward_intermediates(  # pyright: ignore
@@ -309,6 +317,14 @@ def _per_channel(value: Statistic, channels: int, name: str) -> Tensor:
             f"backbone.{name} has {len(values)} values for {channels} channels; give one, or one per channel"
         )
     return torch.tensor(values, dtype=torch.float32)
+
+
+def _refuse_what_mixes_images(model: nn.Module, name: str) -> None:
+    """Dropped patches have no token to predict from; batch statistics would make results depend on the split."""
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind in ("PatchDropout", "PatchDropoutWithIndices") or "BatchNorm" in kind:
+            raise ValueError(f"timm's {name} has a {kind}: not possible here; try another model or other arguments")
 
 
 def _patch_embedding(model: nn.Module, name: str) -> nn.Module:

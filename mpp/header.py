@@ -15,10 +15,6 @@ def header(job: "Pretraining", first_step: int) -> Iterator[tuple[str, str]]:
     masked, random, kept = job.config.corruption.counts(task.num_corrupted)
     (h, w), (p, q), (height, width) = bone.grid, bone.patch_size, bone.image_size
     images, total = len(job.data.train), job.total_steps
-    first = job.train_views.__getitems__(next(share.micro_batches(0, 1)))
-    job.skips.add("train", first["skipped"])
-    updates = total - first_step
-    seconds = seconds_per_pass(task, first) * share.accumulation * updates
     yield "run", f"{job.files.path}" + (f": goes on at step {first_step:,}" if first_step else "")
     yield "data", f"{job.data.description}; {images:,} to train on, {len(job.data.heldout):,} held out"
     yield (
@@ -53,8 +49,15 @@ def header(job: "Pretraining", first_step: int) -> Iterator[tuple[str, str]]:
         "device",
         f"{job.runtime.device}, {train.precision}, {job.runtime.threads} threads, {train.workers} workers",
     )
-    if job.runtime.device.type == "cpu":
-        yield "time", f"about {duration(seconds)} of training, by one timed pass"
+    if first_step < total:
+        first = job.train_views.__getitems__(next(share.micro_batches(0, 1)))
+        job.skips.add("train", first["skipped"])
+        seconds = seconds_per_pass(task, first, job.runtime) * share.accumulation * (total - first_step)
+        yield (
+            "time",
+            f"about {duration(seconds)} of training, by one timed pass"
+            + (" (compiled it will be less)" if train.compile else ""),
+        )
     if job.config.corruption.pool == "batch":
         yield "note", "random patches come from the micro-batch: results depend on how a batch is split"
     if bone.has_dropout:

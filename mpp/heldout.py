@@ -1,5 +1,6 @@
 """Is my loss normal? Held-out pictures with fixed masks: loss by kind of corruption, yardsticks, reconstructions."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from mpp.baselines import class_baselines, nearest_visible, pixel_baselines
+from mpp.baselines import Pairs, class_baselines, nearest_visible, pixel_baselines
 from mpp.data.loader import FixedViews, Skipped, chunks_of, fixed_batches, spread
 from mpp.inspection import reconstruction
 from mpp.masking import Plan, gather
@@ -80,16 +81,11 @@ class HeldOutLoss:
             losses = self.task.target.loss(outputs, labels)
             correct = self.task.target.correct(outputs, labels)
             for kind, part in enumerate(plan.parts().values()):
-                hits = torch.zeros(()) if correct is None else correct[:, part].double().sum()
-                sums[number, kind] = torch.stack(
-                    [
-                        losses[:, part].double().sum().cpu(),
-                        hits.double().cpu(),
-                        torch.tensor(losses[:, part].numel()).double(),
-                    ]
-                )
+                hits = 0.0 if correct is None else correct[:, part].cpu().double().sum().item()
+                loss = losses[:, part].cpu().double()
+                sums[number, kind] = torch.tensor([loss.sum().item(), hits, loss.numel()], dtype=torch.float64)
         # Other processes' chunks are zeros here: adding them is exact, and the chunks are added in a fixed order.
-        totals = self._reduced(sums).sum(0).tolist()
+        totals = self.runtime.summed(sums).sum(0).tolist()
         return by_kind(dict(zip(KINDS, totals, strict=True)), self.task.target.is_class) | self.baselines
 
     def predict(self, batch: dict[str, Any]) -> tuple[Plan, Tensor, Tensor]:
@@ -121,17 +117,14 @@ class HeldOutLoss:
         baseline_neighbour_loss: loss of the best predictor that sees only the class of the nearest visible patch.
         baseline_neighbour_accuracy: of copying that class. heldout_classes: distinct classes among the labels.
         """
-        seen = list(self._neighbours(train, self.config.train_images))
-        asked = list(self._neighbours(heldout, self.config.images))
-        if not asked or not seen:
-            raise ValueError("no readable picture to watch the loss on; does data.path hold pictures?")
-        (x, y), (hx, hy) = _joined(seen), _joined(asked)
-        if self.task.target.is_class:
-            classes = self.task.target.num_classes(self.task.backbone.channels)  # pyright: ignore
-            return class_baselines(x, y, hx, hy, classes)
-        return pixel_baselines(x, y, hx, hy)
+        seen = _some(self._neighbours(train, self.config.train_images))
+        asked = _some(self._neighbours(heldout, self.config.images))
+        if not self.task.target.is_class:
+            return pixel_baselines(seen, asked)
+        classes = self.task.target.num_classes(self.task.backbone.channels)  # pyright: ignore
+        return class_baselines(*_joined(seen), *_joined(asked), classes)
 
-    def _neighbours(self, views: FixedViews, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _neighbours(self, views: FixedViews, limit: int) -> Iterator[Pairs]:
         """(neighbour's class, own label) of every corrupted patch, chunk by chunk."""
         task, places = self.task, spread(len(views.pictures.subset), limit)
         chunks: Iterable[Sequence[int]] = [places[rows].tolist() for _, rows in chunks_of(len(places), CHUNK)]
@@ -149,14 +142,9 @@ class HeldOutLoss:
         if found < least:
             raise ValueError(
                 f"the labels carry almost nothing: {found:.4f} {target.unit}, expected at least {least:g}. Nearly "
-                f"every patch has the same colour: set data.range to the raw values that mean black and white, "
-                f"or try more target.bits; --heldout.min_information 0 trains all the same"
+                f"every patch has the same colour. For 16-bit and float pictures set data.range to the raw values that "
+                f"mean black and white; else try more target.bits. --heldout.min_information 0 trains all the same"
             )
-
-    def _reduced(self, sums: Tensor) -> Tensor:
-        if self.runtime.world == 1:
-            return sums
-        return self.runtime.accelerator.reduce(sums.to(self.runtime.device), reduction="sum").cpu()  # pyright: ignore
 
 
 def by_kind(sums: dict[str, list[float]], has_accuracy: bool) -> dict[str, Any]:
@@ -176,5 +164,14 @@ def _colors(images: Tensor, patch_size: Size) -> Tensor:
     return color_classes(color_levels(images, patch_size, COLOR_BITS), COLOR_BITS)
 
 
-def _joined(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    return np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs])
+def _some(pairs: Iterator[Pairs]) -> Iterator[Pairs]:
+    """The same, with a ValueError if there is none at all."""
+    first = next(pairs, None)
+    if first is None:
+        raise ValueError("no readable picture to watch the loss on; does data.path hold pictures?")
+    return itertools.chain([first], pairs)
+
+
+def _joined(pairs: Iterable[Pairs]) -> Pairs:
+    xs, ys = zip(*pairs, strict=True)
+    return np.concatenate(xs), np.concatenate(ys)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -21,6 +22,12 @@ class JsonLines:
         if self.active:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(plain(record), ensure_ascii=False) + "\n")
+
+    def flush(self) -> None:
+        """To the disk itself: lines up to a checkpoint's step must not be lost where the checkpoint is not."""
+        if self.active and self.path.exists():
+            with self.path.open("ab") as file:
+                os.fsync(file.fileno())
 
     def read(self) -> list[Row]:
         """All whole lines, none if there is no file."""

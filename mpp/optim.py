@@ -12,7 +12,14 @@ from torch import Tensor, nn
 Schedule = Literal["cosine", "linear", "constant"]
 
 # Tokens and positions are no linear maps: no weight decay on them, nor on biases and norms (METHOD.md 1).
-UNDECAYED = {"pos_embed", "cls_token", "reg_token", "dist_token", "mask_token"}
+UNDECAYED = {
+    "pos_embed",
+    "cls_token",
+    "reg_token",
+    "dist_token",
+    "mask_token",
+    "relative_position_bias_table",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from mpp.config import dump_recipe
 from mpp.data.loader import FixedViews, Pictures, TrainingViews, training_batches
 from mpp.data.order import Order, Share
 from mpp.data.skipped import SkipList
-from mpp.data.sources import Demo, Source, Splits, open_splits, require_labels
+from mpp.data.sources import Demo, Source, open_splits, require_labels
 from mpp.data.transforms import Augment
 from mpp.evaluation.features import Features, Split, evaluate
 from mpp.evaluation.fewshot import FewShot
@@ -33,7 +33,7 @@ from mpp.targets import MeanColor, Target
 from mpp.tasks import MaskedPatches, Objective
 from mpp.trace import Trace
 from mpp.trainer import Event, Train, Trainer
-from mpp.weights import initialize
+from mpp.weights import initial_checkpoint, initialize
 
 Evaluation = Annotated[KNN | FewShot, Field(discriminator="kind")]
 
@@ -142,117 +142,120 @@ def pretrain(config: PretrainConfig) -> int:
 
     ValueError for whatever in recipe, data or folder cannot work, before the first step.
     """
+    return begin(config).go()
+
+
+def begin(config: PretrainConfig) -> "Pretraining":
+    """Everything that can be refused, done; nothing is trained or written yet but the run folder's recipe."""
     runtime = start(config.train.precision, config.train.threads, config.train.trackers, config.out)
-    return Pretraining(config, runtime).run()
+    return Pretraining(config, runtime)
 
 
 class Pretraining:
-    """One run. `__init__` makes its parts, top to bottom as an image passes them; `run` uses them."""
+    """One run. `__init__` makes its parts, top to bottom as an image passes them; `go` uses them."""
 
     def __init__(self, config: PretrainConfig, runtime: Runtime):
         assert config.out is not None, "the caller names the run folder"
         self.config, self.runtime, train = config, runtime, config.train
         self.files = Run(config.out, runtime.is_main)
-        self.begun = self.files.exists()
         self.share = share_of(train, runtime.rank, runtime.world)
         with runtime.accelerator.main_process_first():  # downloads and caches are made once
-            self.data = open_splits(config.data)
+            self.opened = {repr(source): open_splits(source) for source in self._sources()}
+        self.data = self.opened[repr(config.data)]
         self.backbone = build_backbone(config.backbone, config.data.channels, train.seed)
         choose_attention(self.backbone, runtime.device, train.precision)
         self.task = config.objective.build(self.backbone, config.masking, config.corruption, config.target, train.seed)
-        steps = train.steps or math.ceil((train.epochs or 0) * len(self.data.train) / train.batch_size)
-        self.learning_rate = LearningRate(config.optim, steps, train.extend)
+        self.learning_rate = LearningRate(config.optim, self._planned_steps(), train.extend)
+        self.evaluations = self._possible_evaluations()
+        self.initial = initial_checkpoint(self.task, config.init) if config.init else None
         self.optimizer, self.names = config.optim.build(self.task)
         size, order = self.backbone.image_size, Order(len(self.data.train), train.seed)
         self.train_views = TrainingViews(self._pictures("train"), order, config.augment, size)
-        self.fixed_views = {split: FixedViews(self._pictures(split), size) for split in ("train", "heldout")}
-        self.opened: dict[Any, Splits] = {repr(config.data): self.data}
-        self.evaluations = self._possible_evaluations()
+        fixed_views = [FixedViews(self._pictures(split), size) for split in ("train", "heldout")]
+        # The recipe of a run is written once nothing is left that could be refused, so that a mistake can be mended.
+        self.heldout = HeldOutLoss(config.heldout, self.task, fixed_views[0], fixed_views[1], runtime, train.workers)
+        self.found = self._open()
+        self.skips = SkipList(self.files.skipped, runtime.gather_objects)
+        self.skips.add("heldout", self.heldout.skipped)
+        self.trace = Trace(self.files.trace, self.share.accumulation, runtime.gather_objects) if train.trace else None
 
     @property
     def total_steps(self) -> int:
         return self.learning_rate.total_steps
 
-    def run(self) -> int:
-        """Everything before the first step, the steps, and everything after."""
-        found = self._open()
-        gather = self.runtime.gather_objects
-        self.skips = SkipList(self.files.skipped, gather)
-        self.trace = Trace(self.files.trace, self.share.accumulation, gather) if self.config.train.trace else None
-        for what, words in header(self, found.step if found else 0):
-            self.runtime.log(f"{what:<10} {words}")
-        views, workers = self.fixed_views, self.config.train.workers
-        self.heldout = HeldOutLoss(
-            self.config.heldout, self.task, views["train"], views["heldout"], self.runtime, workers
-        )
-        self.skips.add("heldout", self.heldout.skipped)
+    def go(self) -> int:
+        """Header, untrained scores, the steps, and the end; the exit code."""
         self.trainer = self._make_trainer()
-        if found is None:
-            self._before_the_first_step()
-        else:
-            self.trainer.load_state(self.files.load(found, self.task, self.optimizer, self.names))
-        if self.trainer.step < self.total_steps and not self._train():
-            return EXIT_STOPPED
-        return self._finish()
+        if self.found:
+            self.trainer.load_state(self.files.load(self.found, self.task, self.optimizer, self.names))
+        for what, words in header(self, self.trainer.step):
+            self.runtime.log(f"{what:<10} {words}")
+        if self.found is None and not self._before_the_first_step():
+            self.runtime.log("stopped before the first step; the same command begins again")
+            return self._leave(EXIT_STOPPED)
+        if (self.trainer.step < self.total_steps or self.trainer.pending) and not self._train():
+            return self._leave(EXIT_STOPPED)
+        self._tell_the_end()
+        return self._leave(0)
 
     def _train(self) -> bool:
         """False if a signal ended it before its end."""
-        train = self.config.train
+        train, trainer = self.config.train, self.trainer
         if train.compile:
             compile_in_place(self.backbone)
         pin = self.runtime.device.type == "cuda"
-        batches = training_batches(
-            self.train_views, self.share, self.trainer.step, self.total_steps, train.workers, pin
-        )
-        self.progress = Progress(self.runtime, self.trainer.step, self.total_steps, train.batch_size)
-        done = self.trainer.fit(
-            batches,
-            self.total_steps,
-            [
-                Event(1, self.progress.tick),
-                Event(train.log_every, lambda step: self.skips.flush(), last=True),
-                Event(train.eval_every, self._evaluate, last=True),
-                Event(train.checkpoint_every, self._save, last=True),
-            ],
-        )
+        batches = training_batches(self.train_views, self.share, trainer.step, self.total_steps, train.workers, pin)
+        self.progress = Progress(self.runtime, trainer.step, self.total_steps, train.batch_size)
+        events = [
+            Event("skipped", train.log_every, lambda step: self.skips.flush(), last=True),
+            Event("evaluate", train.eval_every, self._evaluate, last=True),
+            Event("save", train.checkpoint_every, self._save, last=True),
+        ]
+        done = trainer.fit(batches, self.total_steps, events)
         self.progress.close()
         if not done:
-            self.skips.flush()
-            self._save(self.trainer.step)
+            self._save(trainer.step)
             self.runtime.log(
-                f"stopped and saved at step {self.trainer.step:,} of {self.total_steps:,}; the same command goes on"
+                f"stopped and saved at step {trainer.step:,} of {self.total_steps:,}; the same command goes on"
             )
         return done
 
+    def _sources(self) -> list[Any]:
+        return [self.config.data, *(e.data for e in self.config.evaluations if e.data is not None)]
+
+    def _planned_steps(self) -> int:
+        """train.steps, or as many as the epochs take."""
+        train, warmup = self.config.train, self.config.optim.warmup_steps
+        steps = train.steps or math.ceil((train.epochs or 0) * len(self.data.train) / train.batch_size)
+        if warmup >= steps:
+            raise ValueError(
+                f"optim.warmup_steps: {warmup} is not less than the {steps} steps of {train.epochs} epochs"
+            )
+        return steps
+
     def _open(self) -> Checkpoint | None:
-        """The run folder, new or gone on with; the checkpoint to begin from."""
-        config, found = self.config, None
-        dataset = self.data.train.dataset
+        """The run folder, new or gone on with; the checkpoint to begin from. The main process decides for all."""
+        parts = (self.data.train.dataset, self.data.heldout.dataset)
         data = {
-            "fingerprint": dataset.fingerprint(),
-            "images": len(dataset),
-            "description": dataset.description,
+            "fingerprint": "-".join(part.fingerprint() for part in parts),
+            "images": len(parts[0]),
+            "description": self.data.description,
         }
         facts = environment(self.runtime) | {"data": data, "commit": commit()}
-        if self.begun:
-            for note in self.files.check_same(config, self._free(), facts):
-                self.runtime.log(f"note: {note}")
-            found, damaged = self.files.newest()
-            for path, reason in damaged:
-                self.runtime.log(f"skipped a damaged checkpoint: {path}: {reason}")
-            self.files.cut_back(found.step if found else -1)
-        self.runtime.accelerator.wait_for_everyone()
-        self.files.create(config, facts)
+        facts |= {"micro_batch_size": self.share.micro_batch_size, "steps": self.total_steps}
+        path, notes = self.runtime.on_main(lambda: self.files.begin(self.config, facts, FREE, self._is_split_sensitive))
         if self.runtime.is_main:
             self.runtime.log_file = self.files.path / "train.log"
-        if config.train.trackers:
-            self.runtime.accelerator.init_trackers("mpp", {"recipe": dump_recipe(config)})
-        return found
+        for note in notes:
+            self.runtime.log(f"note       {note}")
+        if self.config.train.trackers:
+            self.runtime.accelerator.init_trackers("mpp", {"recipe": dump_recipe(self.config)})
+        return Checkpoint(path) if path else None
 
-    def _free(self) -> set[str]:
-        """Fields that may change from one start of the run to the next."""
-        splits_matter = self.config.corruption.pool == "batch" or self.backbone.has_dropout
-        return FREE - {"train.micro_batch_size"} if splits_matter else FREE
+    @property
+    def _is_split_sensitive(self) -> bool:
+        """Whether results depend on how a batch is split over micro-batches and processes."""
+        return self.config.corruption.pool == "batch" or self.backbone.has_dropout
 
     def _pictures(self, split: str) -> Pictures:
         return Pictures(getattr(self.data, split), self.config.data.channels, self.config.data.range)
@@ -262,13 +265,14 @@ class Pretraining:
         kept = []
         for evaluation in self.config.evaluations:
             source = evaluation.data or self.config.data
-            splits = self.opened.setdefault(repr(source), self.opened.get(repr(source)) or open_splits(source))
+            splits = self.opened[repr(source)]
             if evaluation.data is None and splits.train.classes is None:
                 self.runtime.log(
                     f"{evaluation.kind} is left out: {source.kind} has no labels; name labelled images in its data"
                 )
                 continue
             require_labels(splits, evaluation.kind)
+            self.backbone.check_readout(evaluation.pool, evaluation.layers)
             none = torch.empty(0)
             labels = [torch.from_numpy(part.labels()) for part in (splits.train, splits.heldout)]
             evaluation.check(Split(none, labels[0], none, labels[1], splits.train.classes or (), source.kind))
@@ -286,21 +290,24 @@ class Pretraining:
             batch_size=train.batch_size,
             clip=self.config.optim.clip,
             seed=train.seed,
+            random=self.backbone.has_dropout,
             log_every=train.log_every,
             observe=self._observe,
             log=self._log,
         )
 
-    def _before_the_first_step(self) -> None:
-        """Scores of untrained features; then, with `init`, those of the weights to begin with."""
+    def _before_the_first_step(self) -> bool:
+        """Scores of untrained features, and with `init` of the weights to begin with; False if a signal came."""
         self._score("untrained", 0)
-        if self.config.init:
-            self.runtime.log(f"init       {initialize(self.task, self.config.init)}")
+        if self.initial:
+            self.runtime.log(f"init       {initialize(self.task, self.initial)}")
             self._score("trained", 0)
         self._measure(0)
+        return not self.runtime.stop.agreed()
 
     def _observe(self, step: int, batch: dict[str, Any]) -> None:
         self.skips.add("train", batch["skipped"])
+        self.progress.tick(step)
         if self.trace:
             self.trace.add(step + 1, batch, self.task.plan(batch["epoch"], batch["id"]))
 
@@ -329,45 +336,46 @@ class Pretraining:
 
     def _score(self, which: str, step: int) -> None:
         """Rows of results.jsonl for the backbone as it is now."""
-        features = Features(
-            self.backbone,
-            self.runtime.accelerator,
-            self.evaluations,
-            self.config.data,
-            self.config.train.workers,
-            self.opened,
-        )
+        workers, config = self.config.train.workers, self.config
+        features = Features(self.backbone, self.runtime, self.evaluations, config.data, workers, self.opened)
         head = {"run": str(self.files.path), "step": step, "backbone": which}
         for row in evaluate(self.evaluations, features):
             self.files.results.write(head | row | {"commit": commit()})
-            if step:
-                self._track({"step": step, f"{row['evaluation']}_{row['metric']}": row["value"]})
-        self.skips.add("evaluation", features.skipped)
+            setting = ",".join(f"{key}={value}" for key, value in row["setting"].items())
+            self._track({"step": step, f"{which}/{row['evaluation']}_{row['metric']}/{setting}": row["value"]})
+        for where, skip in features.skipped:
+            self.skips.add(where, [skip])
         self.skips.flush()
 
     def _save(self, step: int) -> None:
         """One checkpoint, written by the main process while the others wait."""
+        self.skips.flush()
         state = self.trainer.state()
         self.files.save(step, self.task, self.optimizer, self.names, state, self.config.train.keep_last)
         self.runtime.accelerator.wait_for_everyone()
 
-    def _finish(self) -> int:
+    def _tell_the_end(self) -> None:
         """The small table, and what to try next."""
-        run, log = self.files.path, self.runtime.log
-        if self.config.train.trackers:
-            self.runtime.accelerator.end_training()
-        log(f"\nfinished: {self.total_steps:,} steps in {run}; pictures in {run / 'pictures'}\n")
+        run, log, stretches = self.files.path, self.runtime.log, len(self.config.train.extend)
+        log(f"\nfinished: {self.total_steps:,} steps in {run}; pictures in {run / 'pictures'}")
+        if len(self.skips):
+            log(f"{len(self.skips):,} pictures could not be used: {self.skips.file.path}")
         if results := self.files.results.read():
-            log(comparison(results) + "\n")
+            log(f"\n{comparison(results)}")
         folder = run / "checkpoints" / f"{self.total_steps:08}"
-        log("next:")
+        log("\nnext:")
         log(f"  open the backbone in timm:   timm.create_model('local-dir:{folder}', pretrained=True)")
         log(
             "  your own images, no labels:  accelerate launch tools/pretrain_mpp.py "
             "--data.kind folder --data.path DIR --out runs/mine"
         )
-        log(f"  train this run longer:       the same command with --train.extend.steps {self.total_steps}")
-        return 0
+        longer = f"--train.extend.{stretches}.steps" if stretches else "--train.extend.steps"
+        log(f"  train this run longer:       the same command with {longer} {self.total_steps}")
+
+    def _leave(self, code: int) -> int:
+        if self.config.train.trackers:
+            self.runtime.accelerator.end_training()
+        return code
 
 
 def share_of(train: Train, rank: int, world: int) -> Share:

@@ -17,7 +17,7 @@ from mpp.optimizer_state import load_optimizer_state, optimizer_state
 from mpp.weights import load_task, objective_config, objective_tensors, timm_config
 
 Recipe = TypeVar("Recipe")
-RECORDS = ("metrics.jsonl", "results.jsonl", "trace.jsonl")
+RECORDS = ("metrics.jsonl", "results.jsonl", "trace.jsonl", "skipped.jsonl")
 
 
 class Run:
@@ -34,14 +34,37 @@ class Run:
     def recipe(self) -> Path:
         return self.path / "recipe.yaml"
 
-    def exists(self) -> bool:
-        """Whether a run was begun here. ValueError if something else is."""
-        if self.recipe.is_file():
-            return True
-        if self.path.exists() and (not self.path.is_dir() or self._foreign()):
-            raise ValueError(
-                f"out: {self.path} exists and is not a run (no recipe.yaml in it); name another with --out"
-            )
+    def begin(
+        self, recipe: Any, facts: dict[str, Any], free: Collection[str], split_sensitive: bool
+    ) -> tuple[Path | None, list[str]]:
+        """The folder, new or gone on with: the checkpoint to begin from, and notes for the log. Main process only.
+
+        facts: what could change numbers besides the recipe, for environment.json. free: dotted fields that may differ
+        from one start to the next. split_sensitive: whether the split of a batch changes results. ValueError if
+        something else lies here, or a run that would learn something else.
+        """
+        found, notes = None, list[str]()
+        if self._is_begun():
+            notes = self._check_same(recipe, free, facts, split_sensitive)
+            checkpoint.tidy(self.path)
+            found, damaged = checkpoint.newest(self.path)
+            notes += [f"skipped a damaged checkpoint: {path}: {reason}" for path, reason in damaged]
+            self._check_extension(recipe, found.step if found else 0)
+        for name in RECORDS:  # what lies beyond the checkpoint will be made again
+            if (self.path / name).exists():
+                cut_back(self.path / name, found.step if found else -1)
+        self._create(recipe, facts)
+        return found.path if found else None, notes
+
+    def _is_begun(self) -> bool:
+        """Whether there is something to go on with. A run that never saved begins anew. ValueError if foreign."""
+        try:
+            if self.recipe.is_file():
+                return (self.path / "checkpoints").is_dir()
+            if self.path.exists() and (not self.path.is_dir() or self._foreign()):
+                raise ValueError(f"out: {self.path} is not a run (no recipe.yaml in it); name another with --out")
+        except OSError as error:
+            raise ValueError(f"out: {self.path} cannot be used: {error}; name another with --out") from None
         return False
 
     def _foreign(self) -> list[str]:
@@ -54,10 +77,12 @@ class Run:
         """The recipe that the run was begun with, or last went on with."""
         return load_recipe(type(like), [str(self.recipe)])
 
-    def check_same(self, recipe: Any, free: Collection[str], facts: dict[str, Any]) -> list[str]:
+    def _check_same(
+        self, recipe: Any, free: Collection[str], facts: dict[str, Any], split_sensitive: bool
+    ) -> list[str]:
         """The same command on the same folder goes on; ValueError for a recipe or data that would learn something else.
 
-        free: dotted fields that may differ. Returns notes on what differs and changes rounding only.
+        Returns notes on what differs and changes rounding only.
         """
         stored, before = (
             self.stored(recipe),
@@ -69,6 +94,12 @@ class Run:
             changes.append(f"data: {counts}; names or sizes differ")
         if recipe.train.extend[: len(stored.train.extend)] != stored.train.extend:
             changes.append("train.extend: the run was extended; stretches can be added, not changed or taken away")
+        if split_sensitive:
+            changes += [
+                f"{what}: {before[what]} -> {facts[what]} (with corruption.pool: batch or dropout this changes results)"
+                for what in ("processes", "micro_batch_size")
+                if before[what] != facts[what]
+            ]
         if changes:
             listed = "\n  ".join(changes)
             raise ValueError(
@@ -76,35 +107,36 @@ class Run:
                 f"Take the changes back, or begin another run with --out. Its weights to begin with: "
                 f"--init {self.path}; a finished run longer: --train.extend.steps N"
             )
+        names = ("threads", "processes", "device", "versions")
         return [
-            f"{before[what]} {what} before, {facts[what]} now: results differ in rounding"
-            for what in ("threads", "processes")
+            f"{what} before: {before[what]}, now: {facts[what]}; results differ in rounding"
+            for what in names
             if before[what] != facts[what]
         ]
 
-    def create(self, recipe: Any, environment: dict[str, Any]) -> None:
-        """Folder, recipe with every value, environment; also rewrites them when a run goes on."""
-        if self.is_main:
+    def _check_extension(self, recipe: Any, step: int) -> None:
+        """Only a finished run is extended."""
+        planned = self._environment()["steps"]
+        if len(recipe.train.extend) > len(self.stored(recipe).train.extend) and step < planned:
+            raise ValueError(
+                f"train.extend: {self.path} is at step {step:,} of {planned:,}, and a finished run is extended. "
+                f"Take train.extend away, let it finish, then extend it"
+            )
+
+    def _environment(self) -> dict[str, Any]:
+        """What the run was begun on, or last went on on."""
+        return json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+
+    def _create(self, recipe: Any, environment: dict[str, Any]) -> None:
+        """Folder, environment and recipe with every value; rewritten at each start."""
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
             # The recipe is what makes a folder a run, so it comes last: a kill in between leaves nothing half begun.
-            replace_file(
-                self.path / "environment.json",
-                [json.dumps(environment, indent=1, ensure_ascii=False).encode()],
-            )
+            described = json.dumps(environment, indent=1, ensure_ascii=False)
+            replace_file(self.path / "environment.json", [described.encode()])
             replace_file(self.recipe, [dump_recipe(recipe).encode()])
-
-    def newest(self) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
-        """The newest valid checkpoint, and the damaged ones with reasons; None if none was ever written."""
-        if self.is_main and (self.path / "checkpoints").is_dir():
-            checkpoint.tidy(self.path)
-        return checkpoint.newest(self.path)
-
-    def cut_back(self, step: int) -> None:
-        """Records beyond a step are forgotten: the steps will be made again."""
-        if self.is_main:
-            for name in RECORDS:
-                if (self.path / name).exists():
-                    cut_back(self.path / name, step)
+        except OSError as error:
+            raise ValueError(f"out: {self.path} cannot be written: {error}; name another with --out") from None
 
     def save(
         self,
@@ -118,6 +150,8 @@ class Run:
         """A checkpoint, whole or not at all: a timm folder, head and mask token beside it, state/ for going on."""
         if not self.is_main:
             return
+        for records in (self.metrics, self.results, self.trace, self.skipped):
+            records.flush()
         tensors, state = optimizer_state(optimizer, names)
         checkpoint.save(
             self.path,

@@ -5,16 +5,20 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from torch import Tensor
 from tqdm import tqdm
 
+T = TypeVar("T")
 Precision = Literal["fp32", "bf16", "fp16"]
 
 _TO_ACCELERATE = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -59,6 +63,27 @@ class Runtime:
                 file.write("".join(line + "\n" for line in self._lines_before_the_run))
             self._lines_before_the_run.clear()
 
+    def on_main(self, action: Callable[[], T]) -> T:
+        """What the main process finds, on every process; its ValueError is raised on all of them alike."""
+        if self.world == 1:
+            return action()
+        answer: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                answer[0] = action()
+            except ValueError as error:
+                answer[1] = str(error)
+        torch.distributed.broadcast_object_list(answer, src=0)
+        if answer[1] is not None:
+            raise ValueError(answer[1])
+        return answer[0]
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Sum over processes, on the CPU. Where each entry was filled by one of them, adding the zeros is exact."""
+        if self.world == 1:
+            return values
+        return self.accelerator.reduce(values.to(self.device), reduction="sum").cpu()  # pyright: ignore
+
     def gather_objects(self, values: list[Any]) -> list[Any]:
         """The lists of all processes, one after the other."""
         if self.world == 1:
@@ -73,6 +98,7 @@ def start(
 ) -> Runtime:
     """The Accelerator, set up once. ValueError when the launcher and the recipe disagree."""
     _check_launcher(precision)
+    _check_trackers(trackers)
     stop = StopSignal()
     count = threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # `accelerate launch` sets one thread per process, which halves the speed of a 2-core laptop.
@@ -82,7 +108,11 @@ def start(
         log_with=list(trackers) or None,  # pyright: ignore
         project_dir=folder,
         # No buffer changes in training; views avoid a second copy of the gradients.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        # Others wait while the main process downloads, evaluates or saves.
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=timedelta(hours=2)),
+        ],
     )
     _check_world(accelerator)
     if precision == "fp16" and accelerator.device.type == "cpu":
@@ -94,14 +124,16 @@ def start(
 class StopSignal:
     """INT, TERM and USR1 ask for a stop at the end of the step; a second one ends the process at once.
 
-    The kernel sends TERM when the launcher dies (it may die of the same Ctrl-C that already came here): that one
-    counts only as a first.
+    Under a launcher TERM comes more than once for one wish: to the group, passed on by the launcher, and from the
+    kernel when the launcher has died. There only a second INT or USR1 is a second wish.
     """
 
     def __init__(self) -> None:
-        self.requested, self._parent = False, os.getppid()
+        self.requested = False
+        self._launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "LOCAL_RANK" in os.environ
         self._group: Any = None
-        _ask_for_term_when_the_parent_dies()
+        if self._launched:  # without one, the parent is a shell, and its end is no reason to stop (nohup)
+            _ask_for_term_when_the_parent_dies()
         for number in _SIGNALS:
             signal.signal(number, self._receive)
 
@@ -119,13 +151,11 @@ class StopSignal:
         return bool(flag)
 
     def _receive(self, number: int, frame: Any) -> None:
-        if os.getppid() != self._parent:
-            self._parent = os.getppid()
-        elif self.requested:
-            os.write(2, b"second signal: leaving now; the last checkpoint is intact\n")
+        if self.requested and not (self._launched and number == signal.SIGTERM):
+            os.write(2, b"second signal: leaving now; saved is what was saved before\n")
             os._exit(128 + number)
         self.requested = True
-        os.write(2, f"\n{signal.Signals(number).name}: finishing this step, saving, leaving\n".encode())
+        os.write(2, f"\n{signal.Signals(number).name}: finishing what is being done, saving, leaving\n".encode())
 
 
 def environment(runtime: Runtime) -> dict[str, Any]:
@@ -166,7 +196,20 @@ def _check_launcher(precision: Precision) -> None:
         raise ValueError("accelerate launch was told --dynamo_backend; here train.compile decides: --dynamo_backend no")
 
 
+def _check_trackers(names: Sequence[str]) -> None:
+    """accelerate leaves out, silently, a tracker whose package is missing."""
+    missing = sorted(set(names) - {str(getattr(name, "value", name)) for name in get_available_trackers()})
+    if missing:
+        raise ValueError(f"train.trackers: {', '.join(missing)} not installed; try: pip install {' '.join(missing)}")
+
+
 def _check_world(accelerator: Accelerator) -> None:
+    possible = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if accelerator.distributed_type not in possible:
+        raise ValueError(
+            f"accelerate was configured for {accelerator.distributed_type.value}; this version trains with plain data "
+            f"parallelism only: accelerate launch --multi_gpu ..., or change the default with `accelerate config`"
+        )
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if asked != accelerator.num_processes:
         raise ValueError(

@@ -13,6 +13,7 @@ from torch import Tensor
 from mpp.patches import Size, class_colors, color_classes, color_levels, to_patches
 
 MAX_CLASSES = 65_536  # a softmax over more is a mistake in the recipe, not a target
+MAX_OUTPUTS = 1_048_576  # so is a head that is wider
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,11 @@ class ColorTarget:
         return count
 
     def num_outputs(self, channels: int, patch_size: Size) -> int:
-        """Width of the head: classes times cells."""
-        return self.num_classes(channels) * self.cells[0] * self.cells[1]
+        """Width of the head: classes times cells; ValueError over 1,048,576."""
+        count = self.num_classes(channels) * self.cells[0] * self.cells[1]
+        if count > MAX_OUTPUTS:
+            raise ValueError(f"{count:,} outputs per patch, expected at most {MAX_OUTPUTS:,}; try fewer bits or cells")
+        return count
 
     def labels(self, images: Tensor, patch_size: Size) -> Tensor:
         """uint8 (B, C, H, W) -> int64 (B, N, cells) classes."""

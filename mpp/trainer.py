@@ -68,6 +68,7 @@ class Train:
 class Event:
     """Something that is due every `every` steps (0: never by count), and at the end if `last`."""
 
+    name: str
     every: int
     action: Callable[[int], None]
     last: bool = False
@@ -80,7 +81,8 @@ class Trainer:
     """Runs a task's updates.
 
     task: a module, batch -> {"loss": sum, "count": int, "correct"?: sum}, with the same count for every micro-batch, so
-    that sums over accumulation and processes are those of one large batch. learning_rate: step -> lr. observe: sees
+    that sums over accumulation and processes are those of one large batch. learning_rate: step -> lr. random: whether
+    the task draws (dropout), from a generator that is then seeded from step, process and micro-batch. observe: sees
     every batch before it goes to the device. log: gets a record each `log_every` steps.
     """
 
@@ -95,6 +97,7 @@ class Trainer:
         batch_size: int,
         clip: float | None,
         seed: int,
+        random: bool,
         log_every: int,
         observe: Callable[[int, Batch], None],
         log: Callable[[dict[str, Any]], None],
@@ -108,44 +111,60 @@ class Trainer:
         self.clip, self.seed, self.log_every, self.observe, self.log = clip, seed, log_every, observe, log
         self.task, self.optimizer = runtime.accelerator.prepare(task, optimizer)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.random = any(float(getattr(m, "p", 0) or getattr(m, "drop_prob", 0) or 0) > 0 for m in task.modules())
+        self.random = random
         self.window = Window(runtime.device)
-        self.step = 0
+        self.step, self.pending = 0, list[str]()
 
     def fit(self, batches: Iterator[Batch], last_step: int, events: Sequence[Event]) -> bool:
-        """Trains from the present step to `last_step`; False if a signal ended it before."""
-        self.task.train()
+        """Trains from the present step to `last_step`; False if a signal ended it before.
+
+        A signal is heeded after each update and before each event; what was due and not done is done first when the
+        run goes on (`self.pending` is part of the state).
+        """
         self.window.restart_clock()
+        if self.pending and not self._events(events, last_step):
+            return False
         while self.step < last_step:
+            self.task.train()
             self._update(batches)
             self.step += 1
             if self.step % self.log_every == 0 or self.step == last_step:
                 self._log()
-            for event in events:
-                if event.due(self.step, last_step):
-                    with self.window.paused():
-                        event.action(self.step)
-                    self.task.train()
-            if self.runtime.stop.agreed():
-                return self.step == last_step
+            self.pending = [event.name for event in events if event.due(self.step, last_step)]
+            if not self._events(events, last_step):
+                return False
         return True
 
+    def _events(self, events: Sequence[Event], last_step: int) -> bool:
+        """Does what is pending, in order; False if a signal asks to leave (all processes agree on when)."""
+        for event in events:
+            if event.name in self.pending:
+                if self.runtime.stop.agreed():
+                    return False
+                self.pending.remove(event.name)
+                with self.window.paused():
+                    event.action(self.step)
+        return not self.runtime.stop.agreed() or self.step == last_step
+
     def state(self) -> dict[str, Any]:
-        """Step, and the sums of the unfinished log window of every process: floats, exact in JSON."""
-        gathered = self.runtime.accelerator.gather(self.window.sums).view(self.runtime.world, -1)  # pyright: ignore
+        """Step, what is still due at it, and the sums of every process's log window: floats, exact in JSON."""
+        gathered: Any = self.runtime.accelerator.gather(self.window.sums)
         scaler = self.runtime.accelerator.scaler
         return {
             "step": self.step,
-            "window": gathered.tolist(),
+            "pending": list(self.pending),
+            "window": gathered.view(self.runtime.world, -1).tolist(),
             "scaler": scaler.state_dict() if scaler else None,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
+        self.step, self.pending = state["step"], list(state["pending"])
         sums = torch.tensor(state["window"])
-        # Another number of processes cannot continue the sums one by one; their total still is the window's.
-        same = len(sums) == self.runtime.world
-        mine = sums[self.runtime.rank] if same else sums.sum(0) * (self.runtime.rank == 0)
+        if len(sums) == self.runtime.world:
+            mine = sums[self.runtime.rank]
+        else:  # another number of processes continues the total; what is counted alike on each stays as it is
+            shared = len(Window.SUMMED)
+            mine = torch.cat([sums[:, :shared].sum(0) * (self.runtime.rank == 0), sums[0, shared:]])
         self.window.sums.copy_(mine)
         if self.runtime.accelerator.scaler and state.get("scaler"):
             self.runtime.accelerator.scaler.load_state_dict(state["scaler"])
@@ -188,7 +207,7 @@ class Trainer:
 
     def _log(self) -> None:
         record = self.window.summary(self.runtime)
-        if record.pop("bad_streak") >= MAX_BAD_STEPS:
+        if record.pop("longest_bad_streak") >= MAX_BAD_STEPS:
             raise FloatingPointError(
                 f"the gradient was not finite for {MAX_BAD_STEPS} steps in a row up to step {self.step}; none "
                 f"was applied. Try a lower optim.lr or precision: fp32, and look for broken values in the data"
@@ -200,10 +219,11 @@ class Trainer:
 class Window:
     """Sums since the last log line, kept on the device, and the clock."""
 
-    NAMES = ("loss", "count", "correct", "bad", "bad_streak")
+    SUMMED = ("loss", "count", "correct")  # over processes
+    ALIKE = ("bad", "bad_streak", "longest_bad_streak")  # the same on each, since gradients are
 
     def __init__(self, device: torch.device):
-        self.sums = torch.zeros(len(self.NAMES), device=device)
+        self.sums = torch.zeros(len(self.SUMMED) + len(self.ALIKE), device=device)
         self.norm = torch.zeros((), device=device)
         self.has_correct = False
         self.restart_clock()
@@ -219,23 +239,26 @@ class Window:
     def count_bad(self, bad: Tensor) -> None:
         self.sums[3] += bad
         self.sums[4] = (self.sums[4] + bad) * bad
+        self.sums[5] = torch.maximum(self.sums[5], self.sums[4])
 
     def summary(self, runtime: Runtime) -> dict[str, Any]:
         """Means over the window and all processes; starts the next window."""
-        sums = runtime.accelerator.reduce(self.sums.clone(), reduction="sum")
-        loss, count, correct, bad, streak = sums.tolist()  # pyright: ignore
+        sums: Any = runtime.accelerator.reduce(self.sums[:3].clone(), reduction="sum")
+        loss, count, correct = sums.tolist()
+        bad, _, longest = self.sums[3:].tolist()
         seconds = max(time.perf_counter() - self.started, 1e-9)
         record = {
             "loss": loss / count,
             "grad_norm": self.norm.item(),
             "images_per_second": self.images * runtime.world / seconds,
             "data_wait": self.waited / seconds,
-            "skipped_updates": int(bad / runtime.world),
-            "bad_streak": streak / runtime.world,
+            "skipped_updates": int(bad),
+            "longest_bad_streak": longest,
         }
         if self.has_correct:
             record["accuracy"] = correct / count
         self.sums[:4] = 0
+        self.sums[5] = self.sums[4]
         self.restart_clock()
         return record
 

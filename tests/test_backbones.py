@@ -119,6 +119,53 @@ def test_families_of_timm_train_every_parameter(name, arguments):
     assert backbone.features(batch["image"])["mean", -1].shape == (2, backbone.embed_dim)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "pool"),
+    [
+        ("eva02_tiny_patch14_224", {"depth": 1}, "mean"),
+        ("beit_base_patch16_224", {"depth": 1, "embed_dim": 48, "num_heads": 3}, "mean"),
+        ("deit3_small_patch16_224", {"depth": 1, "embed_dim": 48, "num_heads": 3}, "mean"),
+        ("vit_tiny_r_s16_p8_224", {"depth": 1}, "mean"),
+        ("vit_small_patch16_rope_224", {"depth": 1, "embed_dim": 64, "num_heads": 2}, "mean"),
+        ("flexivit_small", {"depth": 1}, "mean"),
+    ],
+)
+def test_exports_open_in_timm_with_features_pooled_over_patches(tmp_path, name, arguments, pool):
+    import json
+
+    from safetensors.torch import save_file
+
+    from mpp.weights import timm_config
+
+    backbone = build_backbone(Timm(name=name, image_size=56 if "patch14" in name else 64, arguments=arguments), 3, 0)
+    (tmp_path / "config.json").write_text(json.dumps(timm_config(backbone)))
+    save_file({k: v.contiguous() for k, v in backbone.model.state_dict().items()}, tmp_path / "model.safetensors")
+    model = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    images = batch_of(backbone, 2)["image"]
+    with torch.no_grad():
+        ours = backbone.eval().features(images, (pool,))[pool, -1]
+        assert torch.allclose(model(backbone.normalize(images)), ours, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (Timm(name="vit_tiny_patch16_224", image_size=230), "does not divide the image size 230x230"),
+        (Timm(name="vit_tiny_patch16_224", image_size=32, arguments={"patch_drop_rate": 0.5}), "PatchDropout"),
+        (Timm(name="xcit_nano_12_p16_224", image_size=32), "BatchNorm"),
+        (Timm(name="vit_tiny_patch16_224", arguments={"no_such": 1}), "no_such"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_the_model_is_made(spec, message):
+    with pytest.raises(ValueError, match=message):
+        build_backbone(spec, 3, seed=0)
+
+
+def test_arguments_that_other_fields_set_are_faults():
+    spec = Timm(name="vit_tiny_patch16_224", arguments={"global_pool": "avg", "img_size": 32})
+    assert [path for path, _ in spec.faults()] == ["arguments.global_pool", "arguments.img_size"]
+
+
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "resnet18", "naflexvit_base_patch16_gap"])
 def test_models_without_one_token_per_patch_are_refused_by_name(name):
     with pytest.raises(ValueError, match=name):

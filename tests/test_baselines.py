@@ -62,7 +62,7 @@ def test_pixel_baselines_equal_counting_by_hand():
     for a, b in zip(x[:, 0], y, strict=True):
         rows[a].append(b)
     predictions = [(np.sum(rows[a], axis=0) + y.mean(0)) / (len(rows[a]) + 1) for a in hx[:, 0]]
-    found = pixel_baselines(x, y, hx, hy)
+    found = pixel_baselines([(x[:70], y[:70]), (x[70:], y[70:])], iter([(hx[:9], hy[:9]), (hx[9:], hy[9:])]))
     assert found["baseline_neighbour_loss"] == pytest.approx(np.square(hy - np.array(predictions)).mean())
     assert found["baseline_entropy"] == pytest.approx(np.square(hy - hy.mean(0)).mean())
     assert found["baseline_neighbour_accuracy"] is None

@@ -202,7 +202,8 @@ def _die_after(monkeypatch, step: int) -> None:
 def test_a_signal_finishes_the_step_saves_and_the_same_command_goes_on(recipe, monkeypatch):
     from mpp.trainer import Trainer
 
-    config, twin = recipe("--train.log_every=5"), recipe("--train.log_every=5", out="twin")
+    overrides = ("--train.log_every=5", "--train.eval_every=4", "--train.checkpoint_every=4")
+    config, twin = recipe(*overrides), recipe(*overrides, out="twin")
     assert pretrain(twin) == 0
     update = Trainer._update
 
@@ -216,6 +217,7 @@ def test_a_signal_finishes_the_step_saves_and_the_same_command_goes_on(recipe, m
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_update", signalled)
         assert pretrain(config) == EXIT_STOPPED
+    assert [row["step"] for row in lines(config.out)] == [0], "the evaluation of step 4 waits for the next start"
     assert [p.name for p in (config.out / "checkpoints").iterdir()] == ["00000004"]
     assert pretrain(config) == 0
     assert_same_run(config.out, twin.out, 6)
@@ -277,6 +279,70 @@ def test_a_finished_run_is_extended_by_name(recipe):
     assert [row["lr"] for row in rows[-2:]] == pytest.approx([0.75e-3, 0.25e-3])
     with pytest.raises(ValueError, match=r"train\.extend"):
         pretrain(recipe())
+    assert pretrain(recipe("--train.extend=[{steps: 4, schedule: linear}, {steps: 2}]")) == 0
+    assert lines(longer.out)[-1]["step"] == 12
+
+
+def test_an_unfinished_run_is_not_extended(recipe, monkeypatch):
+    with monkeypatch.context() as patch:
+        _die_after(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(recipe("--train.checkpoint_every=2"))
+    with pytest.raises(ValueError, match="at step 4 of 6"):
+        pretrain(recipe("--train.checkpoint_every=2", "--train.extend.steps=4"))
+
+
+def test_a_run_that_never_saved_begins_again(recipe, monkeypatch):
+    twin, config = recipe(out="twin"), recipe()
+    assert pretrain(twin) == 0
+    with monkeypatch.context() as patch:
+        _die_after(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(config)
+    assert pretrain(config) == 0
+    assert_same_run(config.out, twin.out, 6)
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(recipe, monkeypatch, capsys):
+    overrides = ("--train.checkpoint_every=2", "--train.keep_last=3")
+    twin, config = recipe(*overrides, out="twin"), recipe(*overrides)
+    assert pretrain(twin) == 0
+    with monkeypatch.context() as patch:
+        _die_after(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(config)
+    weights_file = config.out / "checkpoints" / "00000004" / "model.safetensors"
+    weights_file.write_bytes(weights_file.read_bytes()[:-1])
+    assert pretrain(config) == 0
+    shown = capsys.readouterr().out
+    assert "00000004" in shown and "model.safetensors" in shown and "goes on at step 2" in shown
+    assert_same_run(config.out, twin.out, 6)
+
+
+def test_trackers_get_every_number(recipe):
+    config = recipe("--train.trackers=tensorboard", "--evaluations=[{kind: knn, k: [3]}]", "--data.kind=class_folders",
+                    "--data.heldout=0.25")  # fmt: skip
+    assert pretrain(config) == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(config.out / "mpp")).Reload()
+    assert {"loss", "lr", "heldout_loss", "baseline_entropy"} <= set(events.Tags()["scalars"])
+    assert [e.step for e in events.Scalars("loss")] == [2, 4, 6]
+
+
+def test_epochs_are_turned_into_steps_and_checked_against_the_warm_up(recipe):
+    config = recipe("--train.steps=null", "--train.epochs=1.5")
+    assert pretrain(config) == 0
+    assert lines(config.out)[-1]["step"] == math.ceil(1.5 * 43 / 8)
+    with pytest.raises(ValueError, match=r"optim\.warmup_steps: 50"):
+        pretrain(recipe("--train.steps=null", "--train.epochs=1", "--optim.warmup_steps=50", out="short"))
+
+
+@pytest.mark.parametrize("override", ["--corruption.pool=batch", "--backbone.dropout=0.1"])
+def test_where_the_split_of_a_batch_matters_it_may_not_change(recipe, override):
+    assert pretrain(recipe(override)) == 0
+    with pytest.raises(ValueError, match="micro_batch_size: 8 -> 4"):
+        pretrain(recipe(override, "--train.micro_batch_size=4"))
 
 
 def test_init_goes_on_from_other_weights_with_a_fresh_optimiser(recipe, capsys):
@@ -302,7 +368,8 @@ def test_labels_without_information_stop_the_run_before_the_first_step(recipe, t
         Image.fromarray(values).save(dark / f"{number}.png")
     with pytest.raises(ValueError, match=r"carry almost nothing.*data\.range"):
         pretrain(recipe(f"--data.path={dark}"))
-    assert pretrain(recipe(f"--data.path={dark}", "--data.range=[0, 700]", out="ranged")) == 0
+    # What the message advises works with the same --out: a start that failed leaves nothing that would refuse it.
+    assert pretrain(recipe(f"--data.path={dark}", "--data.range=[0, 700]")) == 0
     assert pretrain(recipe(f"--data.path={dark}", "--heldout.min_information=0", out="forced")) == 0
 
 

@@ -8,6 +8,8 @@ The same command again goes on with the run. Exit codes: 0 done, 2 a mistake in 
 signal and saved.
 """
 
+import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +19,21 @@ QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
 
 def main(argv: list[str]) -> int:
     from mpp.config import load_recipe, recipe_path
-    from mpp.pretrain import PretrainConfig, pretrain
+    from mpp.pretrain import PretrainConfig, begin
 
     try:
         config = load_recipe(PretrainConfig, argv, __doc__ or "", default=QUICKSTART)
         if config.out is None:
             config = replace(config, out=Path("runs") / recipe_path(argv, QUICKSTART).stem)
-        return pretrain(config)
+        job = begin(config)
     except ValueError as error:
-        print(f"pretrain_mpp: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"pretrain_mpp: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # --help | head
-        sys.stdout = None
-        return 0
+    return job.go()
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
     sys.exit(main(sys.argv[1:]))

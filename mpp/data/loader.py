@@ -1,6 +1,6 @@
 """From positions in the order to batches of views: read, decode, crop, stack; bad pictures replaced and named."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,14 +29,19 @@ class Skipped:
 
 
 class Pictures:
-    """Decoded pictures of a subset, by dataset id."""
+    """Pictures of a subset, by dataset id."""
 
     def __init__(self, subset: Subset, channels: int, range: tuple[float, float] | None):
         self.subset, self.channels, self.range = subset, channels, range
 
-    def read(self, ids: Sequence[int]) -> list[Tensor | Skipped]:
-        """uint8 (C, h, w) upright for each id, or why there is none."""
-        return [self._decoded(id, raw) for id, raw in zip(ids, self.subset.dataset.read(ids), strict=True)]
+    def views(self, ids: Sequence[int], make: Callable[[int, Tensor], Tensor]) -> list[Tensor | Skipped]:
+        """`make(row, picture)` of each id, or why there is none. picture: uint8 (C, h, w), upright.
+
+        One picture is decoded at a time: a batch of camera photographs would take gigabytes before it is cropped.
+        """
+        raws = self.subset.dataset.read(ids)
+        decoded = (self._decoded(id, raw) for id, raw in zip(ids, raws, strict=True))
+        return [p if isinstance(p, Skipped) else make(row, p) for row, p in enumerate(decoded)]
 
     def _decoded(self, id: int, raw: Any) -> Tensor | Skipped:
         try:
@@ -62,26 +67,29 @@ class TrainingViews(TorchDataset):
         """-> {"image": uint8 (B, C, H, W), "id", "epoch", "label"?: int64 (B,), "skipped": [Skipped]}."""
         epochs, indices = self.order.at(torch.tensor(positions))
         ids = torch.from_numpy(self.pictures.subset.ids)[indices]
-        pictures = self.pictures.read(ids.tolist())
+        views = self._views(epochs, ids)
         skipped: list[Skipped] = []
-        for row, picture in enumerate(pictures):
-            if isinstance(picture, Skipped):
-                skipped += self._replace(row, epochs, ids, pictures)
-        draws = self.augment.draws(self.order.seed, epochs, ids)
-        views = [self.augment(p, self.size, d) for p, d in zip(cast(list[Tensor], pictures), draws, strict=True)]
-        batch = {"image": torch.stack(views), "id": ids, "epoch": epochs, "skipped": skipped}
+        for row, view in enumerate(views):
+            if isinstance(view, Skipped):
+                skipped += self._replace(row, epochs, ids, views)
+        batch = {"image": torch.stack(cast(list[Tensor], views)), "id": ids, "epoch": epochs, "skipped": skipped}
         return batch if self.labels is None else batch | {"label": self.labels[ids]}
 
-    def _replace(self, row: int, epochs: Tensor, ids: Tensor, pictures: list[Tensor | Skipped]) -> list[Skipped]:
+    def _views(self, epochs: Tensor, ids: Tensor) -> list[Tensor | Skipped]:
+        draws = self.augment.draws(self.order.seed, epochs, ids)
+        return self.pictures.views(ids.tolist(), lambda row, p: self.augment(p, self.size, draws[row]))
+
+    def _replace(self, row: int, epochs: Tensor, ids: Tensor, views: list[Tensor | Skipped]) -> list[Skipped]:
         """Puts the first readable spare in the place of a bad picture; the names of all that were bad."""
-        skipped, bad, epoch = [cast(Skipped, pictures[row])], int(ids[row]), int(epochs[row])
+        skipped, bad = [cast(Skipped, views[row])], int(ids[row])
         for attempt in range(MAX_SPARES):
-            spare = int(self.pictures.subset.ids[self.order.spare(epoch, bad, attempt)])
-            picture = self.pictures.read([spare])[0]
-            if not isinstance(picture, Skipped):
-                ids[row], pictures[row] = spare, picture
+            spare = self.order.spare(int(epochs[row]), bad, attempt)
+            ids[row] = int(self.pictures.subset.ids[spare])
+            view = self._views(epochs[row : row + 1], ids[row : row + 1])[0]
+            if not isinstance(view, Skipped):
+                views[row] = view
                 return skipped
-            skipped.append(picture)
+            skipped.append(view)
         raise ValueError(
             f"{MAX_SPARES} pictures in a row could not be read, the last: {skipped[-1].name}: {skipped[-1].reason}. "
             f"Does data.path hold pictures?"
@@ -100,14 +108,14 @@ class FixedViews(TorchDataset):
     def __getitems__(self, places: list[int]) -> dict[str, Any]:
         """-> {"image": uint8 (B', C, H, W), "id", "place": int64 (B',), "skipped": [Skipped]}, B' <= B."""
         ids = self.pictures.subset.ids[places]
-        pictures = self.pictures.read(ids.tolist())
-        good = [row for row, picture in enumerate(pictures) if isinstance(picture, Tensor)]
-        views = [fixed_view(cast(Tensor, pictures[row]), self.size) for row in good]
+        made = self.pictures.views(ids.tolist(), lambda row, picture: fixed_view(picture, self.size))
+        good = [row for row, view in enumerate(made) if isinstance(view, Tensor)]
+        views = [cast(Tensor, made[row]) for row in good]
         return {
             "image": torch.stack(views) if views else torch.empty(0, self.pictures.channels, *self.size).byte(),
             "id": torch.from_numpy(ids[good]),
             "place": torch.tensor(places, dtype=torch.int64)[good],
-            "skipped": [picture for picture in pictures if isinstance(picture, Skipped)],
+            "skipped": [view for view in made if isinstance(view, Skipped)],
         }
 
 

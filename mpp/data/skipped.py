@@ -23,7 +23,7 @@ class SkipList:
         return len(self.known)
 
     def add(self, split: str, skipped: Iterable[Skipped]) -> None:
-        """What was met while reading a split (train, heldout or an evaluation's data)."""
+        """What was met while reading a split: train, heldout, or an evaluation's data by name."""
         self.pending |= {(split, s.id): s for s in skipped if (split, s.id) not in self.known}
 
     def flush(self) -> None:

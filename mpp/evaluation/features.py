@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from mpp.backbones import Backbone, Pool
 from mpp.data.dataset import SourceFields
 from mpp.data.loader import FixedViews, Pictures, Skipped, chunks_of, fixed_batches
 from mpp.data.sources import Splits, Subset, open_splits
+from mpp.runtime import Runtime
 
 CHUNK = 64  # images per forward pass, fixed: digits must not depend on the number of processes
 
@@ -32,21 +32,22 @@ class Features:
     """Frozen features of labelled sources, computed once for all evaluations that ask.
 
     evaluations: recipe sections with `data`, `pool` and `layers`; they tell what one pass must yield. default: the
-    source of those whose `data` is null. Pictures that cannot be read are left out and listed in `skipped`.
+    source of those whose `data` is null. Pictures that cannot be read are left out and listed in `skipped`,
+    with where they were met: "cifar10 test".
     """
 
     def __init__(
         self,
         backbone: Backbone,
-        accelerator: Accelerator,
+        runtime: Runtime,
         evaluations: Sequence[Any],
         default: SourceFields,
         workers: int = 0,
         splits: dict[Any, Splits] | None = None,
     ):
-        self.backbone, self.accelerator, self.default, self.workers = backbone, accelerator, default, workers
+        self.backbone, self.runtime, self.default, self.workers = backbone, runtime, default, workers
         self.evaluations, self.splits = evaluations, {} if splits is None else splits
-        self.skipped: list[Skipped] = []
+        self.skipped: list[tuple[str, Skipped]] = []
         self._done: dict[Any, dict[tuple[Pool, int], Split]] = {}
 
     def get(self, source: Any, pool: Pool, layer: int) -> Split:
@@ -69,43 +70,36 @@ class Features:
         pools = sorted({pool for e in asking for pool in e.pool})
         layers = sorted({layer for e in asking for layer in e.layers})
         splits = self.open(source)
-        train_x, train_y = self._subset(splits.train, source, pools, layers)
-        test_x, test_y = self._subset(splits.heldout, source, pools, layers)
+        train_x, train_y = self._subset(splits.train, source, f"{name_of(source)} train", pools, layers)
+        test_x, test_y = self._subset(splits.heldout, source, f"{name_of(source)} test", pools, layers)
         classes, name = splits.train.classes or (), name_of(source)
         return {at: Split(train_x[at], train_y, test_x[at], test_y, classes, name) for at in train_x}
 
     @torch.no_grad()
     def _subset(
-        self, subset: Subset, source: Any, pools: Sequence[Pool], layers: Sequence[int]
+        self, subset: Subset, source: Any, where: str, pools: Sequence[Pool], layers: Sequence[int]
     ) -> tuple[dict[Any, Tensor], Tensor]:
         """Every image of a subset through the backbone: features by (pool, layer), and labels."""
-        accelerator, count = self.accelerator, len(subset)
+        runtime, count = self.runtime, len(subset)
         self.backbone.eval()
         views = FixedViews(Pictures(subset, source.channels, source.range), self.backbone.image_size)
-        chunks = chunks_of(count, CHUNK, accelerator.process_index, accelerator.num_processes)
+        chunks = chunks_of(count, CHUNK, runtime.rank, runtime.world)
         rows = {(pool, layer): torch.zeros(count, self.backbone.embed_dim) for pool in pools for layer in layers}
         seen = torch.zeros(count, dtype=torch.int64)
         skipped = 0
         for batch in fixed_batches(views, [places for _, places in chunks], self.workers):
             skipped += len(batch["skipped"])
-            self.skipped += batch["skipped"]
+            self.skipped += [(where, skip) for skip in batch["skipped"]]
             if len(batch["place"]):
                 seen[batch["place"]] += 1
-                outputs = self.backbone.features(batch["image"].to(accelerator.device), pools, layers)
+                outputs = self.backbone.features(batch["image"].to(runtime.device), pools, layers)
                 for at, values in outputs.items():
                     rows[at][batch["place"]] = values.float().cpu()
-        rows = {at: summed(accelerator, values) for at, values in rows.items()}
-        seen, skipped = summed(accelerator, seen), int(summed(accelerator, torch.tensor(skipped)))
+        rows = {at: self.runtime.summed(values) for at, values in rows.items()}
+        seen, skipped = self.runtime.summed(seen), int(self.runtime.summed(torch.tensor(skipped)))
         assert int(seen.sum()) == count - skipped and int(seen.max()) <= 1, "an image was not counted exactly once"
         good = seen.bool()
         return {at: values[good] for at, values in rows.items()}, torch.from_numpy(subset.labels())[good]
-
-
-def summed(accelerator: Accelerator, values: Tensor) -> Tensor:
-    """Sum over processes; each row was filled by one of them, so that adding is exact."""
-    if accelerator.num_processes == 1:
-        return values
-    return accelerator.reduce(values.to(accelerator.device), reduction="sum").cpu()  # pyright: ignore
 
 
 def evaluate(evaluations: Iterable[Any], features: Features) -> list[dict[str, Any]]:
