@@ -54,6 +54,8 @@ class ViT:
     """whether there is a class token; features for evaluation are the mean of the patches by default"""
     register_tokens: Annotated[int, Ge(0)] = 0
     """extra tokens without a position"""
+    weight_init: Literal["timm", "jax"] = "timm"
+    """timm: normal, standard deviation 0.02; jax: that of the paper's code, Xavier for attention and MLP"""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """dropout after positions, projections and MLPs"""
     drop_path: Annotated[float, Ge(0), Lt(1)] = 0.0
@@ -97,6 +99,7 @@ class ViT:
     def regularization(self) -> dict[str, Any]:
         """Arguments that matter in training only and do not travel with the weights."""
         return {
+            "weight_init": "jax" if self.weight_init == "jax" else "",
             "proj_drop_rate": self.dropout,
             "pos_drop_rate": self.dropout,
             "drop_path_rate": self.drop_path,

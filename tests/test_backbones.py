@@ -229,3 +229,15 @@ def test_sizes_are_those_of_the_paper():
         with torch.device("meta"):
             ours = timm.create_model(arguments[0], num_classes=0, global_pool="", **arguments[1]).state_dict()
         assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+
+
+def test_the_paper_s_initialisation_is_xavier():
+    """Xavier uniform: the bound is sqrt(6 / (in + out)); timm's own is a normal of 0.02."""
+    weights = {
+        kind: build_backbone(small(weight_init=kind), 3, 0).model.blocks[0].mlp.fc1.weight for kind in ("jax", "timm")
+    }
+    bound = (6 / (32 + 128)) ** 0.5
+    assert weights["jax"].abs().max() <= bound and weights["jax"].std().item() == pytest.approx(
+        bound / 3**0.5, rel=0.05
+    )
+    assert weights["timm"].std().item() == pytest.approx(0.02, rel=0.05)
