@@ -6,6 +6,7 @@ Chance comes in as numbers in [0, 1) made by a hash of (seed, epoch, sample id);
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -73,7 +74,7 @@ class ShiftedCrop:
         image = fixed_view(image, size, interpolation)
         down, right = (int(draw * (2 * self.padding + 1)) - self.padding for draw in draws)
         rows, columns = _reflected(size[0], down), _reflected(size[1], right)
-        return image[:, rows][:, :, columns]
+        return image[:, rows[:, None], columns]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +141,7 @@ def resize(image: Tensor, size: Size, interpolation: Interpolation = "bicubic") 
     return F.interpolate(image[None], size, mode=interpolation, antialias=True)[0]
 
 
+@lru_cache(maxsize=1024)  # few shifts, many pictures; nobody writes into an index
 def _reflected(length: int, shift: int) -> Tensor:
     """Indices 0 .. length - 1 moved by `shift`, reflected at the edges (the edge itself is not repeated)."""
     index = (torch.arange(length) + shift).abs()
