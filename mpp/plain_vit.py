@@ -4,7 +4,7 @@ Tokens are kept in the plan's order, so that corrupted ones are a slice and not 
 embedded, and the last block computes keys and values for all tokens, but everything else only for the corrupted ones.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,33 +13,30 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from mpp.masking import Plan, gather, partners
-from mpp.patches import to_patches
-
-if TYPE_CHECKING:
-    from mpp.backbones import Backbone
+from mpp.patches import Size, to_patches
 
 
-def corrupted_tokens(backbone: "Backbone", images: Tensor, plan: Plan, mask_token: Tensor) -> Tensor:
-    """uint8 (B, C, H, W) -> (B, K, D), as `Backbone.corrupted_features` by the general way."""
-    model: Any = backbone.model
-    pixels = to_patches(images, backbone.patch_size)
+def corrupted_tokens(
+    model: Any, images: Tensor, plan: Plan, mask_token: Tensor, patch_size: Size, mean: Tensor, std: Tensor
+) -> Tensor:
+    """uint8 (B, C, H, W) -> (B, K, D), as `Backbone.corrupted_features` by the general way. mean, std: per channel."""
+    pixels = to_patches(images, patch_size)
     needed = torch.cat([partners(pixels, plan), gather(pixels, plan.permutation[:, plan.masked + plan.random :])], 1)
-    embedded = embed(backbone, needed)
+    embedded = embed(model.patch_embed.proj, needed, mean, std)
     replaced, own = embedded[:, : plan.random], embedded[:, plan.random :]
     masks = mask_token.to(embedded.dtype).expand(len(images), plan.masked, -1)
     tokens = add_positions(model, torch.cat([masks, replaced, own], 1), plan.permutation)
     tokens = model.norm_pre(tokens)
     for block in model.blocks[:-1]:
         tokens = block(tokens)
-    prefix = tokens.shape[1] - backbone.num_patches
+    prefix = model.num_prefix_tokens
     return model.norm(partial_block(model.blocks[-1], tokens, slice(prefix, prefix + plan.num_corrupted)))
 
 
-def embed(backbone: "Backbone", pixels: Tensor) -> Tensor:
+def embed(projection: nn.Conv2d, pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """uint8 (B, M, P*Q*C) -> (B, M, D): the patch projection as one matrix product, pixel statistics folded in."""
-    projection: Any = backbone.model.patch_embed.proj  # pyright: ignore
-    scaled = projection.weight.permute(0, 2, 3, 1) / (255 * backbone.std)
-    shift = (projection.weight.sum((2, 3)) * (backbone.mean / backbone.std)).sum(1)
+    scaled = projection.weight.permute(0, 2, 3, 1) / (255 * std)
+    shift = (projection.weight.sum((2, 3)) * (mean / std)).sum(1)
     bias = -shift if projection.bias is None else projection.bias - shift
     return F.linear(pixels.float(), scaled.flatten(1), bias)
 

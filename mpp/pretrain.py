@@ -1,140 +1,31 @@
 """The job: masked patch pretraining, from a recipe to a run folder."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 
-from mpp.backbones import BackboneSpec, ViT, build_backbone, choose_attention, compile_in_place
+from mpp.backbones import build_backbone, choose_attention, compile_in_place
 from mpp.checkpoint import Checkpoint
 from mpp.config import dump_recipe
 from mpp.data.loader import FixedViews, Pictures, TrainingViews, training_batches
 from mpp.data.order import Order, Share
 from mpp.data.skipped import SkipList
-from mpp.data.sources import Demo, Source, open_splits, require_labels
-from mpp.data.transforms import Augment
+from mpp.data.sources import open_splits, require_labels
 from mpp.evaluation.features import Features, Split, evaluate
-from mpp.evaluation.fewshot import FewShot
-from mpp.evaluation.knn import KNN
-from mpp.header import header
-from mpp.heldout import HeldOut, HeldOutLoss
-from mpp.masking import Corruption, Masking, RandomMasking
+from mpp.header import header, of_time
+from mpp.heldout import HeldOutLoss
 from mpp.metrics import commit, comparison
-from mpp.optim import AdamW, LearningRate, Optim
-from mpp.patches import pair
-from mpp.progress import Progress, heldout_line
+from mpp.optim import LearningRate
+from mpp.pretrain_recipe import FREE, PretrainConfig
+from mpp.progress import Progress, heldout_line, seconds_per_pass
 from mpp.runs import Run
 from mpp.runtime import Runtime, environment, start
-from mpp.targets import MeanColor, Target
-from mpp.tasks import MaskedPatches, Objective
 from mpp.trace import Trace
 from mpp.trainer import Event, Train, Trainer
 from mpp.weights import initial_checkpoint, initialize
 
-Evaluation = Annotated[KNN | FewShot, Field(discriminator="kind")]
-
 EXIT_STOPPED = 75  # a signal ended the run before its end: the same command goes on (EX_TEMPFAIL of sysexits)
-
-# What may change between a run and its continuation: nothing here changes what is learned. Data may move, since its
-# fingerprint is compared; train.extend may grow, which is checked by itself.
-FREE = {
-    "out",
-    "data.path",
-    "data.root",
-    "train.workers",
-    "train.log_every",
-    "train.eval_every",
-    "train.checkpoint_every",
-    "train.keep_last",
-    "train.trackers",
-    "train.trace",
-    "train.extend",
-    "train.micro_batch_size",
-    "heldout.pictures",
-    "evaluations",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainConfig:
-    """Masked patch pretraining."""
-
-    out: Path | None = None
-    """run folder; null = runs/<recipe name>"""
-    init: str | None = None
-    """a run, or one of its checkpoints, whose weights to begin with; optimiser and schedule begin afresh"""
-    data: Source = field(default_factory=Demo)
-    """unlabelled images"""
-    augment: Augment = field(default_factory=Augment)
-    """training views"""
-    backbone: BackboneSpec = field(default_factory=ViT)
-    """the network"""
-    objective: Objective = field(default_factory=MaskedPatches)
-    """what is learned"""
-    masking: Masking = field(default_factory=RandomMasking)
-    """which patches are corrupted"""
-    corruption: Corruption = field(default_factory=Corruption)
-    """what stands in their place"""
-    target: Target = field(default_factory=MeanColor)
-    """what is predicted for them"""
-    optim: Optim = field(default_factory=AdamW)
-    """optimiser and learning rate"""
-    train: Train = field(default_factory=Train)
-    """how long, how much at a time"""
-    heldout: HeldOut = field(default_factory=HeldOut)
-    """is my loss normal?"""
-    evaluations: tuple[Evaluation, ...] = ()
-    """does it help? on labelled images, trained beside untrained features"""
-
-    def faults(self) -> Iterator[tuple[str, str]]:
-        """What no section can see alone; before any data is read."""
-        steps = self.train.steps
-        if steps is not None and self.optim.warmup_steps >= steps:
-            yield "optim.warmup_steps", f"{self.optim.warmup_steps} is not less than train.steps {steps}"
-        if isinstance(self.backbone, ViT):
-            yield from self._misfits(self.backbone)
-        for number, evaluation in enumerate(self.evaluations):
-            data = evaluation.data or self.data
-            if data.channels != self.data.channels:
-                yield (
-                    f"evaluations.{number}.data.channels",
-                    f"{data.channels} is not data.channels {self.data.channels}",
-                )
-
-    def _misfits(self, backbone: ViT) -> Iterator[tuple[str, str]]:
-        image, patch = pair(backbone.image_size), pair(backbone.patch_size)
-        if not (image[0] % patch[0] or image[1] % patch[1]):
-            try:
-                self.masking.num_corrupted((image[0] // patch[0], image[1] // patch[1]))
-            except ValueError as error:
-                yield "masking.ratio", str(error)
-        try:
-            self.target.num_outputs(self.data.channels, patch)
-        except ValueError as error:
-            yield "target", str(error)
-        for name in ("pixel_mean", "pixel_std"):
-            value = getattr(backbone, name)
-            if isinstance(value, tuple) and len(value) != self.data.channels:
-                yield (
-                    f"backbone.{name}",
-                    f"{len(value)} values for {self.data.channels} channels; give one, or one each",
-                )
-        depth = backbone.shape()[1]
-        for number, evaluation in enumerate(self.evaluations):
-            if not all(-depth <= layer < depth for layer in evaluation.layers):
-                yield (
-                    f"evaluations.{number}.layers",
-                    f"{list(evaluation.layers)} of a backbone with {depth} blocks",
-                )
-            if "cls" in evaluation.pool and not backbone.class_token:
-                yield (
-                    f"evaluations.{number}.pool",
-                    "cls asks for a class token and backbone.class_token is false",
-                )
 
 
 def pretrain(config: PretrainConfig) -> int:
@@ -188,8 +79,7 @@ class Pretraining:
         self.trainer = self._make_trainer()
         if self.found:
             self.trainer.load_state(self.files.load(self.found, self.task, self.optimizer, self.names))
-        for what, words in header(self, self.trainer.step):
-            self.runtime.log(f"{what:<10} {words}")
+        self._introduce(self.trainer.step)
         if self.found is None and not self._before_the_first_step():
             self.runtime.log("stopped before the first step; the same command begins again")
             return self._leave(EXIT_STOPPED)
@@ -197,6 +87,18 @@ class Pretraining:
             return self._leave(EXIT_STOPPED)
         self._tell_the_end()
         return self._leave(0)
+
+    def _introduce(self, first_step: int) -> None:
+        """The header, with the time that one real micro-batch needs now."""
+        say = lambda what, words: self.runtime.log(f"{what:<10} {words}")  # noqa: E731
+        say("run", f"{self.files.path}" + (f": goes on at step {first_step:,}" if first_step else ""))
+        for what, words in header(self.config, self.data, self.task, self.share, self.runtime, self.total_steps):
+            say(what, words)
+        if steps := self.total_steps - first_step:
+            batch = self.train_views.__getitems__(next(self.share.micro_batches(0, 1)))
+            self.skips.add("train", batch["skipped"])
+            seconds = seconds_per_pass(self.task, batch, self.runtime) * self.share.accumulation * steps
+            say(*of_time(seconds, self.config.train.compile))
 
     def _train(self) -> bool:
         """False if a signal ended it before its end."""

@@ -4,7 +4,8 @@ import pytest
 import timm
 import torch
 
-from mpp.backbones import Timm, ViT, build_backbone
+from mpp.architectures import Timm, ViT
+from mpp.backbones import build_backbone
 from mpp.masking import Corruption, RandomMasking
 from mpp.targets import MeanColor
 from mpp.tasks import MaskedPatchPrediction

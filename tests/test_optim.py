@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from mpp.backbones import ViT, build_backbone
+from mpp.architectures import ViT
+from mpp.backbones import build_backbone
 from mpp.masking import Corruption, RandomMasking
 from mpp.optim import AdamW, Extend, LearningRate, parameter_groups
 from mpp.targets import MeanColor

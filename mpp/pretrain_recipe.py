@@ -1,0 +1,120 @@
+"""The recipe of a pretraining run: its sections, what no section can see alone, and what may change on the way."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from mpp.architectures import BackboneSpec, ViT
+from mpp.data.sources import Demo, Source
+from mpp.data.transforms import Augment
+from mpp.evaluation.fewshot import FewShot
+from mpp.evaluation.knn import KNN
+from mpp.heldout import HeldOut
+from mpp.masking import Corruption, Masking, RandomMasking
+from mpp.optim import AdamW, Optim
+from mpp.patches import pair
+from mpp.targets import MeanColor, Target
+from mpp.tasks import MaskedPatches, Objective
+from mpp.trainer import Train
+
+Evaluation = Annotated[KNN | FewShot, Field(discriminator="kind")]
+
+# What may change between a run and its continuation: nothing here changes what is learned. Data may move, since its
+# fingerprint is compared; train.extend may grow, which is checked by itself.
+FREE = {
+    "out",
+    "data.path",
+    "data.root",
+    "train.workers",
+    "train.log_every",
+    "train.eval_every",
+    "train.checkpoint_every",
+    "train.keep_last",
+    "train.trackers",
+    "train.trace",
+    "train.extend",
+    "train.micro_batch_size",
+    "heldout.pictures",
+    "evaluations",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """Masked patch pretraining."""
+
+    out: Path | None = None
+    """run folder; null = runs/<recipe name>"""
+    init: str | None = None
+    """a run, or one of its checkpoints, whose weights to begin with; optimiser and schedule begin afresh"""
+    data: Source = field(default_factory=Demo)
+    """unlabelled images"""
+    augment: Augment = field(default_factory=Augment)
+    """training views"""
+    backbone: BackboneSpec = field(default_factory=ViT)
+    """the network"""
+    objective: Objective = field(default_factory=MaskedPatches)
+    """what is learned"""
+    masking: Masking = field(default_factory=RandomMasking)
+    """which patches are corrupted"""
+    corruption: Corruption = field(default_factory=Corruption)
+    """what stands in their place"""
+    target: Target = field(default_factory=MeanColor)
+    """what is predicted for them"""
+    optim: Optim = field(default_factory=AdamW)
+    """optimiser and learning rate"""
+    train: Train = field(default_factory=Train)
+    """how long, how much at a time"""
+    heldout: HeldOut = field(default_factory=HeldOut)
+    """is my loss normal?"""
+    evaluations: tuple[Evaluation, ...] = ()
+    """does it help? on labelled images, trained beside untrained features"""
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """What no section can see alone; before any data is read."""
+        steps = self.train.steps
+        if steps is not None and self.optim.warmup_steps >= steps:
+            yield "optim.warmup_steps", f"{self.optim.warmup_steps} is not less than train.steps {steps}"
+        if isinstance(self.backbone, ViT):
+            yield from self._misfits(self.backbone)
+        for number, evaluation in enumerate(self.evaluations):
+            data = evaluation.data or self.data
+            if data.channels != self.data.channels:
+                yield (
+                    f"evaluations.{number}.data.channels",
+                    f"{data.channels} is not data.channels {self.data.channels}",
+                )
+
+    def _misfits(self, backbone: ViT) -> Iterator[tuple[str, str]]:
+        image, patch = pair(backbone.image_size), pair(backbone.patch_size)
+        if not (image[0] % patch[0] or image[1] % patch[1]):
+            try:
+                self.masking.num_corrupted((image[0] // patch[0], image[1] // patch[1]))
+            except ValueError as error:
+                yield "masking.ratio", str(error)
+        try:
+            self.target.num_outputs(self.data.channels, patch)
+        except ValueError as error:
+            yield "target", str(error)
+        for name in ("pixel_mean", "pixel_std"):
+            value = getattr(backbone, name)
+            if isinstance(value, tuple) and len(value) != self.data.channels:
+                yield (
+                    f"backbone.{name}",
+                    f"{len(value)} values for {self.data.channels} channels; give one, or one each",
+                )
+        depth = backbone.shape()[1]
+        for number, evaluation in enumerate(self.evaluations):
+            if not all(-depth <= layer < depth for layer in evaluation.layers):
+                yield (
+                    f"evaluations.{number}.layers",
+                    f"{list(evaluation.layers)} of a backbone with {depth} blocks",
+                )
+            if "cls" in evaluation.pool and not backbone.class_token:
+                yield (
+                    f"evaluations.{number}.pool",
+                    "cls asks for a class token and backbone.class_token is false",
+                )
