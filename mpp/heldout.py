@@ -54,15 +54,14 @@ class HeldOutLoss:
         train: FixedViews,
         heldout: FixedViews,
         runtime: Runtime,
-        workers: int,
     ):
-        self.config, self.task, self.runtime, self.workers = config, task, runtime, workers
+        self.config, self.task, self.runtime = config, task, runtime
         self.baselines = self._baselines(train, heldout)
         self._check_information(self.baselines.pop("label_information"))
         places = spread(len(heldout.pictures.subset), config.images)
         chunks = chunks_of(len(places), CHUNK, runtime.rank, runtime.world)
         self.num_chunks = -(-len(places) // CHUNK)
-        batches = fixed_batches(heldout, [places[rows].tolist() for _, rows in chunks], workers)
+        batches = fixed_batches(heldout, [places[rows].tolist() for _, rows in chunks])
         # Kept in memory: the same views come back at every evaluation.
         self.chunks = [(number, batch) for (number, _), batch in zip(chunks, batches, strict=True)]
 
@@ -128,7 +127,7 @@ class HeldOutLoss:
         """(neighbour's class, own label) of every corrupted patch, chunk by chunk."""
         task, places = self.task, spread(len(views.pictures.subset), limit)
         chunks: Iterable[Sequence[int]] = [places[rows].tolist() for _, rows in chunks_of(len(places), CHUNK)]
-        for batch in fixed_batches(views, chunks, self.workers):
+        for batch in fixed_batches(views, chunks):
             if len(batch["id"]):
                 plan = task.plan(torch.zeros_like(batch["id"]), batch["id"], seed=self.config.mask_seed)
                 labels = task.target.labels(batch["image"], task.backbone.patch_size)

@@ -64,7 +64,7 @@ class Pretraining:
         self.train_views = TrainingViews(self._pictures("train"), order, config.augment, size)
         fixed_views = [FixedViews(self._pictures(split), size) for split in ("train", "heldout")]
         # The recipe of a run is written once nothing is left that could be refused, so that a mistake can be mended.
-        self.heldout = HeldOutLoss(config.heldout, self.task, fixed_views[0], fixed_views[1], runtime, train.workers)
+        self.heldout = HeldOutLoss(config.heldout, self.task, fixed_views[0], fixed_views[1], runtime)
         self.found = self._open()
         self.skips = SkipList(self.files.skipped, runtime.gather_objects)
         self.skips.add("heldout", self.heldout.skipped)
@@ -238,8 +238,7 @@ class Pretraining:
 
     def _score(self, which: str, step: int) -> None:
         """Rows of results.jsonl for the backbone as it is now."""
-        workers, config = self.config.train.workers, self.config
-        features = Features(self.backbone, self.runtime, self.evaluations, config.data, workers, self.opened)
+        features = Features(self.backbone, self.runtime, self.evaluations, self.config.data, self.opened)
         head = {"run": str(self.files.path), "step": step, "backbone": which}
         for row in evaluate(self.evaluations, features):
             self.files.results.write(head | row | {"commit": commit()})

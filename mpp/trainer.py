@@ -43,7 +43,7 @@ class Train:
     threads: Positive | None = None
     """CPU threads per process; null = cores / processes"""
     workers: Count = 0
-    """processes that decode, per device; never changes results"""
+    """processes per device that read and decode training pictures; never changes results"""
     log_every: Positive = 50
     """steps between lines in metrics.jsonl"""
     eval_every: Count = 0

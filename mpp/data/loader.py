@@ -122,13 +122,26 @@ class FixedViews(TorchDataset):
 def training_batches(
     views: TrainingViews, share: Share, first_step: int, last_step: int, workers: int, pin: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """One process's micro-batches from `first_step` on, the same for any number of workers."""
-    return iter(_loader(views, share.micro_batches(first_step, last_step), workers, pin))
+    """One process's micro-batches from `first_step` on, the same for any number of workers.
+
+    The only place that forks workers, and once: a fork right after another loader has ended may meet its dying threads
+    and hang for ever (seen with CPython 3.11.7: the child waits for the lock over thread states).
+    """
+    loader = DataLoader(
+        views,
+        batch_sampler=cast(Any, share.micro_batches(first_step, last_step)),
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=_leave_signals_to_the_parent,
+        pin_memory=pin,
+        prefetch_factor=4 if workers else None,
+    )
+    return iter(loader)
 
 
-def fixed_batches(views: FixedViews, chunks: Iterable[Sequence[int]], workers: int) -> Iterator[dict[str, Any]]:
-    """The views of given chunks of places, in order."""
-    return iter(_loader(views, chunks, workers, pin=False))
+def fixed_batches(views: FixedViews, chunks: Iterable[Sequence[int]]) -> Iterator[dict[str, Any]]:
+    """The views of given chunks of places, in order; read in this process (see `training_batches`)."""
+    return (views.__getitems__(list(places)) for places in chunks)
 
 
 def chunks_of(count: int, size: int, rank: int = 0, world: int = 1) -> list[tuple[int, list[int]]]:
@@ -140,18 +153,6 @@ def chunks_of(count: int, size: int, rank: int = 0, world: int = 1) -> list[tupl
 def spread(count: int, limit: int) -> np.ndarray:
     """At most `limit` of 0 .. count - 1, evenly spread: which pictures stand for a large split."""
     return np.arange(count) if count <= limit else np.arange(limit) * count // limit
-
-
-def _loader(views: TorchDataset, batches: Iterable[Sequence[int]], workers: int, pin: bool) -> DataLoader:
-    return DataLoader(
-        views,
-        batch_sampler=cast(Any, batches),
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        worker_init_fn=_leave_signals_to_the_parent,
-        pin_memory=pin,
-        prefetch_factor=4 if workers else None,
-    )
 
 
 def _as_it_is(batch: Any) -> Any:

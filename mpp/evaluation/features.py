@@ -42,10 +42,9 @@ class Features:
         runtime: Runtime,
         evaluations: Sequence[Any],
         default: SourceFields,
-        workers: int = 0,
         splits: dict[Any, Splits] | None = None,
     ):
-        self.backbone, self.runtime, self.default, self.workers = backbone, runtime, default, workers
+        self.backbone, self.runtime, self.default = backbone, runtime, default
         self.evaluations, self.splits = evaluations, {} if splits is None else splits
         self.skipped: list[tuple[str, Skipped]] = []
         self._done: dict[Any, dict[tuple[Pool, int], Split]] = {}
@@ -87,7 +86,7 @@ class Features:
         rows = {(pool, layer): torch.zeros(count, self.backbone.embed_dim) for pool in pools for layer in layers}
         seen = torch.zeros(count, dtype=torch.int64)
         skipped = 0
-        for batch in fixed_batches(views, [places for _, places in chunks], self.workers):
+        for batch in fixed_batches(views, [places for _, places in chunks]):
             skipped += len(batch["skipped"])
             self.skipped += [(where, skip) for skip in batch["skipped"]]
             if len(batch["place"]):

@@ -112,7 +112,7 @@ def test_data_without_any_picture_stops_with_the_last_name_and_reason():
 
 def test_fixed_views_leave_bad_pictures_out_and_keep_their_places():
     fixed = FixedViews(views(bad=[1], ids=[0, 1, 2, 3, 4]).pictures, (8, 8))
-    read = list(fixed_batches(fixed, [[0, 1], [1], [2, 3, 4]], workers=0))
+    read = list(fixed_batches(fixed, [[0, 1], [1], [2, 3, 4]]))
     assert [b["place"].tolist() for b in read] == [[0], [], [2, 3, 4]]
     assert read[1]["image"].shape == (0, 3, 8, 8) and [s.id for s in read[0]["skipped"]] == [1]
 

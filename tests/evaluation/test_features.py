@@ -55,7 +55,7 @@ def setting():
     backbone = build_backbone(ViT(size="tiny", embed_dim=32, depth=2, num_heads=2, patch_size=8, image_size=16), 3, 0)
     runtime = Runtime(Accelerator(cpu=True), 1, StopSignal())
     evaluations = [KNN(k=(1,), pool=("mean", "cls"), layers=(-1,)), KNN(k=(1,), layers=(0,))]
-    features = Features(backbone, runtime, evaluations, Source(), 0, {"numbers": splits})
+    features = Features(backbone, runtime, evaluations, Source(), {"numbers": splits})
     return features, train, backbone
 
 
