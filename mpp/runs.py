@@ -84,10 +84,7 @@ class Run:
 
         Returns notes on what differs and changes rounding only.
         """
-        stored, before = (
-            self.stored(recipe),
-            json.loads((self.path / "environment.json").read_text(encoding="utf-8")),
-        )
+        stored, before = self.stored(recipe), self._environment()
         changes = differences(stored, recipe, free)
         if before["data"]["fingerprint"] != facts["data"]["fingerprint"]:
             counts = f"{before['data']['images']:,} images before, {facts['data']['images']:,} now"

@@ -5,15 +5,14 @@ import multiprocessing
 import pickle
 from pathlib import Path
 
+import datasets
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-datasets = pytest.importorskip("datasets", reason="this source reads through the datasets library")
-pq = pytest.importorskip("pyarrow.parquet")
-
-from mpp.data import huggingface  # noqa: E402
-from mpp.data.huggingface import HuggingFace  # noqa: E402
+from mpp.data import huggingface
+from mpp.data.huggingface import HuggingFace
 
 CIFAR = Path(__file__).parents[2] / "../shared/data/cifar10_jpeg"
 

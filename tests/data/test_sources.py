@@ -46,10 +46,10 @@ def source(request, tmp_path, monkeypatch):
         pytest.importorskip("sklearn", reason="the demo data comes inside scikit-learn")
         return Demo(train_images=18, test_images=9)
     if request.param is Torchvision:
-        pytest.importorskip("torchvision", reason="this source reads through torchvision")
         return Torchvision(name="FakeData", arguments={"size": 8, "image_size": [3, 2, 2], "num_classes": 2})
     if request.param is HuggingFace:
-        datasets = pytest.importorskip("datasets", reason="this source reads through the datasets library")
+        import datasets
+
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     path = class_folders(tmp_path / "data")
     return request.param(path=str(path) if request.param is HuggingFace else path)

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-pytest.importorskip("torchvision", reason="this source reads through torchvision")
-
 from mpp.data.torchvision_sets import Torchvision, dataset_class, parameters
 
 FAKE = Torchvision(name="FakeData", arguments={"size": 6, "image_size": [3, 4, 4], "num_classes": 3})
