@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 import timm
@@ -13,6 +14,10 @@ from mpp.patches import grid_of, pair
 Positive = Annotated[int, Gt(0)]
 ImageSize = Positive | tuple[Positive, Positive]
 Statistic = float | tuple[float, ...]
+Deviation = Annotated[float, Gt(0)] | tuple[Annotated[float, Gt(0)], ...]
+# They read other weights, or give a model that is no backbone, without a word.
+NOT_FREE = {"num_classes", "global_pool", "in_chans", "img_size", "pretrained", "checkpoint_path", "features_only"}
+NOT_FREE |= {"pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict"}
 
 # width, depth, heads; MLP ratio 4 (paper, table 1; Ti and S from DeiT)
 SIZES = {
@@ -45,15 +50,15 @@ class ViT:
     """whether there is a class token; features for evaluation are the mean of the patches by default"""
     register_tokens: Annotated[int, Ge(0)] = 0
     """extra tokens without a position"""
-    weight_init: Literal["timm", "jax"] = "timm"
-    """timm: normal, standard deviation 0.02; jax: that of the paper's code, Xavier for attention and MLP"""
+    weight_init: Literal["jax", "timm"] = "jax"
+    """jax: that of the paper's code, Xavier for attention and MLP; timm: normal, standard deviation 0.02"""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """dropout after positions, projections and MLPs"""
     drop_path: Annotated[float, Ge(0), Lt(1)] = 0.0
     """stochastic depth of the last block, rising linearly from 0"""
     pixel_mean: Statistic = 0.5
     """subtracted from pixels in [0, 1], one value or one per channel"""
-    pixel_std: Statistic = 0.5
+    pixel_std: Deviation = 0.5
     """divides them"""
 
     def faults(self) -> Iterator[tuple[str, str]]:
@@ -112,14 +117,14 @@ class Timm:
     """stochastic depth"""
     pixel_mean: Statistic = 0.5
     """subtracted from pixels in [0, 1], one value or one per channel"""
-    pixel_std: Statistic = 0.5
+    pixel_std: Deviation = 0.5
     """divides them"""
 
     def faults(self) -> Iterator[tuple[str, str]]:
-        for taken in sorted({"num_classes", "global_pool", "in_chans", "img_size", "pretrained"} & set(self.arguments)):
+        for taken in sorted(NOT_FREE & set(self.arguments)):
             yield f"arguments.{taken}", "is set by other fields (backbone.image_size, data.channels) or not free here"
         if not timm.is_model(self.name):
-            near = timm.list_models(f"*{self.name.split('.')[0].split('_')[0]}*")[:5]
+            near = get_close_matches(self.name.split(".")[0], timm.list_models(), n=5, cutoff=0.3)
             yield "name", f"timm {timm.__version__} has no model {self.name!r}; some that it has: {near}"
 
     def architecture(self, channels: int) -> tuple[str, dict[str, Any]]:

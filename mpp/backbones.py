@@ -22,18 +22,40 @@ Pool = Literal["mean", "cls"]
 def build_backbone(spec: ViT | Timm, channels: int, seed: int) -> "Backbone":
     """An untrained backbone; its weights are a function of the seed alone (made on the CPU)."""
     name, arguments = spec.architecture(channels)
+    return create_backbone(name, arguments, channels, spec.pixel_mean, spec.pixel_std, spec.regularization(), seed)
+
+
+def create_backbone(
+    name: str,
+    arguments: dict[str, Any],
+    channels: int,
+    mean: Statistic = 0.5,
+    std: Statistic = 0.5,
+    regularization: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> "Backbone":
+    """The same from timm's name and arguments. regularization: arguments that do not travel with the weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = timm.create_model(
-                name, pretrained=False, num_classes=0, global_pool="", **arguments, **spec.regularization()
-            )
-        except (TypeError, AssertionError, RuntimeError, ValueError, KeyError) as error:
+            model = create_model(name, arguments | (regularization or {}))
+            return Backbone(model, channels, mean, std, name, arguments)
+        except (TypeError, AssertionError, RuntimeError, KeyError) as error:
             raise ValueError(
                 f"timm cannot make {name} with the arguments {arguments}: {error}; masked patch prediction needs a "
                 f"plain vision transformer, try `backbone.kind: vit`"
             ) from None
-    return Backbone(model, channels, spec.pixel_mean, spec.pixel_std, name, arguments)
+
+
+def create_model(name: str, arguments: dict[str, Any]) -> nn.Module:
+    """timm's model without a head and without pooling, so that the final norm sits on the tokens."""
+    pool = "token" if "distilled" in name.split(".")[0] else ""  # those know no other
+    arguments = {"pretrained": False, "num_classes": 0, "global_pool": pool, **arguments}
+    model = timm.create_model(name, **arguments)
+    if isinstance(getattr(model, "fc_norm", None), nn.Identity | None):
+        return model
+    # Some families norm behind the pooling by default, whatever the pooling: their tokens would have no final norm.
+    return timm.create_model(name, **arguments, fc_norm=False)
 
 
 class Backbone(nn.Module):
@@ -58,6 +80,7 @@ class Backbone(nn.Module):
     ):
         super().__init__()
         self.model, self.channels, self.name, self.arguments = model, channels, name, arguments or {}
+        self.origin = "untrained"  # a sentence on where the weights came from; weights.py writes it
         self.register_buffer("mean", _per_channel(mean, channels, "pixel_mean"), persistent=False)
         self.register_buffer("std", _per_channel(std, channels, "pixel_std"), persistent=False)
         self.image_size = _image_size(model, name)
@@ -68,6 +91,8 @@ class Backbone(nn.Module):
         self.patch_size: Size = (self.image_size[0] // self.grid[0], self.image_size[1] // self.grid[1])
         grid_of(self.image_size, self.patch_size)  # a border that belongs to no patch is refused
         self.is_plain = is_plain_vit(model)
+        if not self.is_plain:
+            self._refuse_unused_parameters()
         self.has_dropout = any(_is_random(module) for module in model.modules())
 
     @property
@@ -111,6 +136,11 @@ class Backbone(nn.Module):
             outputs |= {(pool, layer): pooled[pool] for pool in pools}
         return outputs
 
+    def tokens(self, images: Tensor, layers: Sequence[int] = (-1,)) -> list[Tensor]:
+        """uint8 (B, C, H, W) -> for each layer the patch tokens (B, N, D), after the final norm."""
+        self.check_readout((), layers)
+        return [tokens[:, self.num_prefix_tokens :] for tokens in self._layer_tokens(images, layers)]
+
     def check_readout(self, pools: Sequence[Pool], layers: Sequence[int]) -> None:
         """ValueError for a pooling or layer that this backbone does not have."""
         if "cls" in pools and getattr(self.model, "cls_token", None) is None:
@@ -148,6 +178,18 @@ class Backbone(nn.Module):
         tokens = output[0] if isinstance(output, tuple) else output
         corrupted = self._corruption(tokens.flatten(1, -2)).view(tokens.shape)
         return (corrupted, *output[1:]) if isinstance(output, tuple) else corrupted
+
+    def _refuse_unused_parameters(self) -> None:
+        """What no token depends on would never learn, and stops data-parallel training after its first step."""
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            self.model.forward_features(torch.rand(1, self.channels, *self.image_size)).sum().backward()  # pyright: ignore
+        unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        self.model.zero_grad(set_to_none=True)
+        if unused:
+            raise ValueError(
+                f"timm's {self.name} has parameters that its tokens do not depend on: {', '.join(unused[:5])}; try "
+                f"arguments that leave them out, or another model"
+            )
 
     @torch.no_grad()
     def _measure(self) -> tuple[Size, int, int]:

@@ -24,6 +24,11 @@ class Purpose(IntEnum):
     HELDOUT = 7
     DROPOUT = 8
     FEWSHOT = 1001
+    PROBE = 1002
+    BUDGET = 1003
+    VALIDATION = 1004
+    AUGMENT = 1005
+    MIX = 1006
 
 
 def hashed(*words: Word) -> Tensor:

@@ -316,6 +316,10 @@ def is_run(path: Path) -> bool:
 
 def show_verify(path: Path) -> int:
     found = places(path)[::-1] if is_run(path) else [path]
+    if not is_run(path) and not (path / manifest.NAME).exists() and step_of(path) == -1:
+        what = "a run that has not saved yet" if (path / "recipe.yaml").exists() else "neither a run nor a checkpoint"
+        print(f"{path}: is {what}")
+        return 1
     faults = 0
     for place in found:
         try:

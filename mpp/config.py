@@ -22,11 +22,11 @@ def load_recipe(kind: type[T], argv: list[str], doc: str = "", default: Path | N
     """`["recipes/x.yaml", "--train.steps", "100"]` as a checked `kind`.
 
     With no recipe named, `default` is read and this is said on stdout; without a default the recipe
-    is the dataclass's own values. `--help` prints `help_text(kind, doc)` and exits.
+    is the dataclass's own values. `--help` prints `help_text` with the values that would run, and exits.
     Raises RecipeError with every fault there is: path, value, what is allowed, nearest name, place.
     """
-    if {"-h", "--help"} & set(argv):
-        print(help_text(kind, doc))
+    if asked := {"-h", "--help"} & set(argv):
+        print(help_of(kind, [word for word in argv if word not in asked], doc, default))
         sys.exit(0)
     notes = Notes()
     files, overrides = command_line(argv, notes)
@@ -46,6 +46,18 @@ def load_recipe(kind: type[T], argv: list[str], doc: str = "", default: Path | N
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         raise RecipeError("\n  ".join([f"{count} in {path or 'the recipe'}:", *faults]))
     return recipe
+
+
+def help_of(kind: type, argv: list[str], doc: str, default: Path | None) -> str:
+    """The help text with the values of the recipe that would run; with the defaults where that cannot be read."""
+    files, _ = command_line(argv, Notes())
+    path = files[0] if files else default
+    if path is None:
+        return help_text(kind, doc)
+    try:
+        return help_text(kind, doc, plain(load_recipe(kind, [str(path)])), path)
+    except RecipeError:
+        return help_text(kind, doc)
 
 
 def recipe_path(argv: list[str], default: Path | None = None) -> Path:
@@ -96,7 +108,7 @@ def command_line(argv: list[str], notes: Notes) -> tuple[list[Path], Dots]:
     while words:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("-") and not files:
+        if not word.startswith("-") and not files and not ("=" in word and not Path(word).exists()):
             files.append(Path(word))
         elif not word.startswith("--") or not NAME.fullmatch(name):
             notes.add("", f"expected --section.field VALUE, got {word!r}; {advice(word, files)}", COMMAND_LINE)

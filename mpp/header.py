@@ -3,45 +3,88 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from mpp.data.order import Share
-from mpp.data.sources import Splits
+from mpp.data.sources import Splits, Subset
 from mpp.progress import duration, millions
 from mpp.runtime import Runtime
 
 Line = tuple[str, str]
+FEW = 50  # held-out pictures under which the yardsticks are noise
 
 
-def header(config: Any, data: Splits, task: Any, share: Share, runtime: Runtime, steps: int) -> Iterator[Line]:
+def pretraining_header(
+    config: Any, data: Splits, task: Any, share: Share, runtime: Runtime, steps: int
+) -> Iterator[Line]:
     """(what, in words): everything that one would ask of a pretraining run, and what it would not think to ask."""
     yield "data", f"{data.description}; {len(data.train):,} to train on, {len(data.heldout):,} held out"
     yield from of_task(config, task)
     yield from of_training(config, len(data.train), share, steps)
-    threads = f"{runtime.threads} threads, {config.train.workers} workers"
-    yield "device", f"{runtime.device}, {config.train.precision}, {threads}"
+    yield of_device(config, runtime)
+    if len(data.heldout) < FEW:
+        yield (
+            "note",
+            f"few pictures are held out ({len(data.heldout):,}): best constant and nearest patch say little then; "
+            f"--data.heldout 0.1 keeps more",
+        )
     if config.corruption.pool == "batch":
         yield "note", "random patches come from the micro-batch: results depend on how a batch is split"
     if task.backbone.has_dropout:
         yield "note", "dropout is on: results depend on how a batch is split"
 
 
+def classification_header(
+    config: Any, parts: tuple[Subset, Subset | None, Subset], task: Any, share: Share, runtime: Runtime, steps: int
+) -> Iterator[Line]:
+    """The same of a supervised run; parts: images to train on, to choose by, and to test on."""
+    train, validation, test = parts
+    counts = np.bincount(train.labels(), minlength=len(task.classes))  # pyright: ignore
+    choose = f"{len(validation):,} to choose by" if validation else "none to choose by"
+    yield "data", f"{train.dataset.description}; {len(train):,} to train on, {choose}, {len(test):,} to test on"
+    yield "classes", f"{len(task.classes):,}, {counts.min():,} to {counts.max():,} training images of each"
+    yield from of_backbone(config, task)
+    frozen = "" if not config.frozen_blocks else f"; frozen blocks: {config.frozen_blocks}"
+    yield "head", f"{config.head.kind} on the {config.pool} of the tokens, {config.loss.kind} loss{frozen}"
+    yield from of_training(config, len(train), share, steps)
+    yield of_device(config, runtime)
+    if config.mix:
+        yield "note", "images are mixed within a micro-batch: results depend on how a batch is split"
+    if task.backbone.has_dropout:
+        yield "note", "dropout is on: results depend on how a batch is split"
+
+
 def of_task(config: Any, task: Any) -> Iterator[Line]:
     """Model, patches, what is corrupted and what is predicted."""
-    bone = task.backbone
     masked, random, kept = config.corruption.counts(task.num_corrupted)
+    yield from of_backbone(config, task)
+    yield "corrupted", f"{task.num_corrupted} per image: {masked} masked, {random} random, {kept} kept"
+    yield "target", f"{config.target.kind}, {task.head.out_features:,} outputs per patch"
+
+
+def of_backbone(config: Any, task: Any) -> Iterator[Line]:
+    """Model and patches."""
+    bone = task.backbone
     (h, w), (p, q), (height, width) = bone.grid, bone.patch_size, bone.image_size
     parameters = f"{millions(task)} parameters, {millions(bone)} of them backbone"
     yield "model", f"{config.backbone.kind}, width {bone.embed_dim}, {bone.depth} blocks; {parameters}"
     yield "patches", f"{h}x{w} = {h * w} of {p}x{q} pixels; image {height}x{width}, {bone.channels} channels"
-    yield "corrupted", f"{task.num_corrupted} per image: {masked} masked, {random} random, {kept} kept"
-    yield "target", f"{config.target.kind}, {task.head.out_features:,} outputs per patch"
+
+
+def of_device(config: Any, runtime: Runtime) -> Line:
+    threads = f"{runtime.threads} threads, {config.train.workers} workers"
+    return "device", f"{runtime.device}, {config.train.precision}, {threads}"
 
 
 def of_training(config: Any, images: int, share: Share, steps: int) -> Iterator[Line]:
     """Optimiser, batch and length."""
     optim, batch = config.optim, share.batch_size
     rate = f"lr {optim.lr:g} (absolute), {optim.warmup_steps:,} steps of warm-up, {optim.schedule}"
-    moments = f"betas {optim.betas[0]:g} {optim.betas[1]:g}, decay {optim.weight_decay:g}, clip {optim.clip}"
-    yield "optimiser", f"{optim.kind}, {rate}, {moments}"
+    layers = "" if optim.layer_decay is None else f", layer decay {optim.layer_decay:g}"
+    yield (
+        "optimiser",
+        f"{optim.kind}, {rate}, {optim.settings}, decay {optim.weight_decay:g}{layers}, clip {optim.clip}",
+    )
     yield "batch", f"{batch} = {share.world} process(es) x {share.accumulation} x {share.micro_batch_size} images"
     yield "length", f"{images / batch:,.1f} steps per epoch, {steps:,} steps = {steps * batch / images:,.1f} epochs"
 

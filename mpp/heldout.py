@@ -1,6 +1,7 @@
 """Is my loss normal? Held-out pictures with fixed masks: loss by kind of corruption, yardsticks, reconstructions."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,11 @@ class HeldOutLoss:
                 sums[number, kind] = torch.tensor([loss.sum().item(), hits, loss.numel()], dtype=torch.float64)
         # Other processes' chunks are zeros here: adding them is exact, and the chunks are added in a fixed order.
         totals = self.runtime.summed(sums).sum(0).tolist()
+        if not math.isfinite(sum(loss for loss, _, _ in totals)):
+            raise FloatingPointError(
+                "the held-out loss is not finite: the network has diverged or overflows in this precision; try a lower "
+                "optim.lr or precision: fp32, and look for broken values in weights and data"
+            )
         return by_kind(dict(zip(KINDS, totals, strict=True)), self.task.target.is_class) | self.baselines
 
     def predict(self, batch: dict[str, Any]) -> tuple[Plan, Tensor, Tensor]:

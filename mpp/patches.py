@@ -17,7 +17,8 @@ def grid_of(image_size: Size, patch_size: Size) -> Size:
     if image_size[0] % patch_size[0] or image_size[1] % patch_size[1]:
         raise ValueError(
             f"patch size {_times(patch_size)} does not divide the image size {_times(image_size)}; "
-            f"try an image size of {_times(_nearest_multiple(image_size, patch_size))}"
+            f"try an image size of {_times(_nearest_multiple(image_size, patch_size))}, or a patch size of "
+            f"{_times(_nearest_divisor(image_size, patch_size))}"
         )
     return image_size[0] // patch_size[0], image_size[1] // patch_size[1]
 
@@ -80,6 +81,13 @@ def _require_uint8(images: Tensor) -> None:
         raise ValueError(
             f"patch colours are made from raw uint8 pixels, got {images.dtype}; pass images before they are normalised"
         )
+
+
+def _nearest_divisor(image_size: Size, patch_size: Size) -> Size:
+    pairs = zip(image_size, patch_size, strict=True)
+    return tuple(  # pyright: ignore
+        min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - patch)) for size, patch in pairs
+    )
 
 
 def _nearest_multiple(image_size: Size, patch_size: Size) -> Size:

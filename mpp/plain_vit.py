@@ -34,7 +34,14 @@ def corrupted_tokens(
 
 
 def embed(projection: nn.Conv2d, pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """uint8 (B, M, P*Q*C) -> (B, M, D): the patch projection as one matrix product, pixel statistics folded in."""
+    """uint8 (B, M, P*Q*C) -> (B, M, D): the patch projection as one matrix product, pixel statistics folded in.
+
+    Not folded under autocast: the shift is far larger than what is left of it after cancelling raw pixels, and half
+    precision would round both.
+    """
+    if torch.is_autocast_enabled(pixels.device.type):
+        normal = (pixels.unflatten(-1, (-1, len(mean))).float() / 255 - mean) / std
+        return F.linear(normal.flatten(-2), projection.weight.permute(0, 2, 3, 1).flatten(1), projection.bias)
     scaled = projection.weight.permute(0, 2, 3, 1) / (255 * std)
     shift = (projection.weight.sum((2, 3)) * (mean / std)).sum(1)
     bias = -shift if projection.bias is None else projection.bias - shift

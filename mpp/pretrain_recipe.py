@@ -3,24 +3,19 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field
 
 from mpp.architectures import BackboneSpec, ViT
 from mpp.data.sources import Demo, Source
 from mpp.data.transforms import Augment
-from mpp.evaluation.fewshot import FewShot
-from mpp.evaluation.knn import KNN
+from mpp.evaluation.kinds import Evaluation
 from mpp.heldout import HeldOut
 from mpp.masking import Corruption, Masking, RandomMasking
 from mpp.optim import AdamW, Optim
 from mpp.patches import pair
+from mpp.positions import Resampling
 from mpp.targets import MeanColor, Target
 from mpp.tasks import MaskedPatches, Objective
 from mpp.trainer import Train
-
-Evaluation = Annotated[KNN | FewShot, Field(discriminator="kind")]
 
 # What may change between a run and its continuation: nothing here changes what is learned. Data may move, since its
 # fingerprint is compared; train.extend may grow, which is checked by itself.
@@ -49,7 +44,9 @@ class PretrainConfig:
     out: Path | None = None
     """run folder; null = runs/<recipe name>"""
     init: str | None = None
-    """a run, or one of its checkpoints, whose weights to begin with; optimiser and schedule begin afresh"""
+    """weights to begin with: a run or checkpoint, a timm folder, timm:NAME, or a file; the schedule is new"""
+    resampling: Resampling = "bilinear-corners"
+    """how position embeddings of init are interpolated where the resolution differs"""
     data: Source = field(default_factory=Demo)
     """unlabelled images"""
     augment: Augment = field(default_factory=Augment)
@@ -77,7 +74,7 @@ class PretrainConfig:
         """What no section can see alone; before any data is read."""
         steps = self.train.steps
         if steps is not None and self.optim.warmup_steps >= steps:
-            yield "optim.warmup_steps", f"{self.optim.warmup_steps} is not less than train.steps {steps}"
+            yield "optim.warmup_steps", f"{self.optim.warmup_steps} is not less than train.steps {steps}; lower it too"
         if isinstance(self.backbone, ViT):
             yield from self._misfits(self.backbone)
         for number, evaluation in enumerate(self.evaluations):

@@ -5,6 +5,7 @@ import os
 import platform
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import Tensor
@@ -22,7 +24,7 @@ T = TypeVar("T")
 Precision = Literal["fp32", "bf16", "fp16"]
 
 _TO_ACCELERATE = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass
@@ -103,6 +105,9 @@ def start(
     count = threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # `accelerate launch` sets one thread per process, which halves the speed of a 2-core laptop.
     torch.set_num_threads(count)
+    # One process may run several jobs, each with its own precision; the process group stays.
+    AcceleratorState._reset_state(reset_partial_state=False)
+    GradientState._reset_state()
     accelerator = Accelerator(
         mixed_precision=_TO_ACCELERATE[precision],
         log_with=list(trackers) or None,  # pyright: ignore
@@ -114,6 +119,8 @@ def start(
             InitProcessGroupKwargs(timeout=timedelta(hours=2)),
         ],
     )
+    # accelerate has no other name for it yet; a user can do nothing about it.
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
     _check_world(accelerator)
     if precision == "fp16" and accelerator.device.type == "cpu":
         raise ValueError("train.precision: fp16 does not train on a CPU; try bf16 or fp32")
@@ -122,7 +129,7 @@ def start(
 
 
 class StopSignal:
-    """INT, TERM and USR1 ask for a stop at the end of the step; a second one ends the process at once.
+    """INT, TERM, USR1 and HUP ask for a stop at the end of the step; a second one ends the process at once.
 
     Under a launcher TERM comes more than once for one wish: to the group, passed on by the launcher, and from the
     kernel when the launcher has died. There only a second INT or USR1 is a second wish.
@@ -135,7 +142,8 @@ class StopSignal:
         if self._launched:  # without one, the parent is a shell, and its end is no reason to stop (nohup)
             _ask_for_term_when_the_parent_dies()
         for number in _SIGNALS:
-            signal.signal(number, self._receive)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored: nohup
+                signal.signal(number, self._receive)
 
     def agree_across(self, accelerator: Accelerator) -> None:
         if accelerator.num_processes > 1:

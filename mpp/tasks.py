@@ -5,13 +5,17 @@ means, so that accumulation and processes add up: {"loss": sum, "count": int, "c
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+import torch.nn.functional as F
+from annotated_types import Ge, Lt
 from torch import Tensor, nn
 
-from mpp.backbones import Backbone
+from mpp.backbones import Backbone, Pool
+from mpp.heads import Head
 from mpp.masking import Corruption, Masking, Plan, gather, make_plan
+from mpp.mixing import Mix, soft_targets
 from mpp.targets import DownsizedColor, MeanColor, Pixels
 
 
@@ -78,3 +82,96 @@ class MaskedPatchPrediction(nn.Module):
 
 
 Objective = MaskedPatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Softmax:
+    """Cross-entropy over the classes."""
+
+    kind: Literal["softmax"] = "softmax"
+    smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """label smoothing: so much of the target is spread evenly over all classes"""
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits, targets (B, classes) -> (B,), nats."""
+        return -(targets * logits.float().log_softmax(1)).sum(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sigmoid:
+    """One binary cross-entropy for each class, summed over classes (the paper's ImageNet-21k pretraining)."""
+
+    kind: Literal["sigmoid"] = "sigmoid"
+    smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """label smoothing: so much of the target is spread evenly over all classes"""
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits, targets (B, classes) -> (B,), nats."""
+        return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(1)
+
+
+ClassLoss = Softmax | Sigmoid
+
+
+class Classification(nn.Module):
+    """Backbone, pooling and a head on labelled images.
+
+    frozen_blocks: the embeddings and the first so many blocks are left as they are ("all": the whole backbone); no
+    dropout acts in them. mix: mixup and cutmix of training batches, or None.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        head: Head,
+        classes: tuple[str, ...],
+        pool: Pool = "mean",
+        loss: Softmax | Sigmoid = Softmax(),
+        mix: Mix | None = None,
+        frozen_blocks: int | Literal["all"] = 0,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.backbone, self.head, self.classes = backbone, head, classes
+        self.pool: Pool = pool
+        self.loss, self.mix, self.seed = loss, mix, seed
+        backbone.check_readout((pool,), (-1,))
+        self.frozen = frozen_modules(backbone, frozen_blocks)
+        for part in self.frozen:
+            part.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "Classification":
+        super().train(mode)
+        for part in self.frozen:
+            if isinstance(part, nn.Module):
+                part.eval()
+        return self
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        """-> {"loss": sum over images, "count": images, "correct": sum of right ones, where images are not mixed}."""
+        images, labels = batch["image"], batch["label"]
+        classes, smoothing = len(self.classes), self.loss.smoothing
+        if self.mix is not None and self.training:
+            mixed, targets = self.mix(images, labels, batch["epoch"], batch["id"], self.seed, classes, smoothing)
+            return {"loss": self.loss(self.logits(mixed), targets).sum(), "count": len(labels)}
+        logits = self.logits(images)
+        loss = self.loss(logits, soft_targets(labels, classes, smoothing)).sum()
+        return {"loss": loss, "count": len(labels), "correct": (logits.detach().argmax(1) == labels).sum()}
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Pixels 0..255 (B, C, H, W) -> (B, classes)."""
+        return self.head(self.backbone.features(images, (self.pool,))[self.pool, -1])
+
+
+def frozen_modules(backbone: Backbone, blocks: int | Literal["all"]) -> list[nn.Module | nn.Parameter]:
+    """The parts of a backbone below and including a block. ValueError for more blocks than there are."""
+    if blocks == "all":
+        return [backbone.model]
+    if not blocks:
+        return []
+    if blocks > backbone.depth or not hasattr(backbone.model, "blocks"):
+        raise ValueError(f"frozen_blocks: {blocks} of a backbone with {backbone.depth}; try all")
+    model: Any = backbone.model
+    own = [p for name, p in model.named_parameters(recurse=False)]  # class token, positions, registers
+    before = [part for name, part in model.named_children() if name in ("patch_embed", "pos_drop", "norm_pre")]
+    return [*own, *before, *model.blocks[:blocks]]

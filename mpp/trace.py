@@ -1,4 +1,4 @@
-"""What a run read at each step: sample ids, and a hash of each view with its mask. For comparing runs."""
+"""What a run read at each step: sample ids, and a hash of each view with what was drawn for it. For comparing runs."""
 
 import hashlib
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from mpp.masking import Plan
 from mpp.metrics import JsonLines
 
 
@@ -18,9 +17,12 @@ class Trace:
         self.seen: list[tuple[int, str]] = []
         self.count = 0
 
-    def add(self, step: int, batch: dict[str, Tensor], plan: Plan) -> None:
-        """One micro-batch, still on the CPU; the last of a step writes it (so call it on all processes)."""
-        rows = zip(batch["image"], plan.permutation, plan.partner, strict=True)
+    def add(self, step: int, batch: dict[str, Tensor], *plan: Tensor) -> None:
+        """One micro-batch, still on the CPU, and what else was decided for each of its images (B, ...).
+
+        The last micro-batch of a step writes it, so call it on all processes.
+        """
+        rows = zip(batch["image"], *plan, strict=True)
         self.seen += zip(batch["id"].tolist(), (_hash(*row) for row in rows), strict=True)
         self.count += 1
         if self.count == self.micro_batches:

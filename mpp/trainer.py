@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
 
 from mpp.chance import Purpose, seed_of
@@ -34,7 +34,7 @@ class Train:
     """images per update over all devices; accumulation is derived"""
     micro_batch_size: Positive | None = None
     """images per device at once; null = batch_size / processes; never changes results beyond rounding"""
-    seed: Count = 0
+    seed: Annotated[int, Ge(0), Lt(2**63)] = 0
     """of weights, order, crops and masks"""
     precision: Precision = "fp32"
     """fp16 is refused on a CPU"""
@@ -81,9 +81,11 @@ class Trainer:
     """Runs a task's updates.
 
     task: a module, batch -> {"loss": sum, "count": int, "correct"?: sum}, with the same count for every micro-batch, so
-    that sums over accumulation and processes are those of one large batch. learning_rate: step -> lr. random: whether
-    the task draws (dropout), from a generator that is then seeded from step, process and micro-batch. observe: sees
-    every batch before it goes to the device. log: gets a record each `log_every` steps.
+    that sums over accumulation and processes are those of one large batch. learning_rate: step -> lr; a parameter
+    group's `lr_scale` multiplies it. random: whether the task draws (dropout), from a generator that is then seeded
+    from step, process and micro-batch. heeds_found_inf: whether the optimiser leaves an update out by itself when told
+    so on the device. observe: sees every batch before it goes to the device. after_update: gets the number of updates
+    done, after each. log: gets a record each `log_every` steps.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class Trainer:
         clip: float | None,
         seed: int,
         random: bool,
+        heeds_found_inf: bool,
         log_every: int,
         observe: Callable[[int, Batch], None],
+        after_update: Callable[[int], None],
         log: Callable[[dict[str, Any]], None],
     ):
         self.runtime, self.learning_rate, self.accumulation, self.batch_size = (
@@ -109,11 +113,26 @@ class Trainer:
             batch_size,
         )
         self.clip, self.seed, self.log_every, self.observe, self.log = clip, seed, log_every, observe, log
+        self.after_update, self.heeds_found_inf = after_update, heeds_found_inf
         self.task, self.optimizer = runtime.accelerator.prepare(task, optimizer)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.random = random
         self.window = Window(runtime.device)
-        self.step, self.pending = 0, list[str]()
+        self.step, self.pending, self.ended = 0, list[str](), False
+
+    def is_done(self, last_step: int) -> bool:
+        """Whether nothing is left to train or to do."""
+        return not self.pending and self.is_last(last_step)
+
+    def is_last(self, last_step: int) -> bool:
+        """Whether no update comes after this step."""
+        return self.ended or self.step >= last_step
+
+    def end_here(self) -> None:
+        """Called by an event, on all processes: this step becomes the last one, with what is due at the last."""
+        self.ended = True
+        if self.window.images:
+            self._log()
 
     def fit(self, batches: Iterator[Batch], last_step: int, events: Sequence[Event]) -> bool:
         """Trains from the present step to `last_step`; False if a signal ended it before.
@@ -121,13 +140,15 @@ class Trainer:
         A signal is heeded after each update and before each event; what was due and not done is done first when the
         run goes on (`self.pending` is part of the state).
         """
+        self.last_step = last_step
         self.window.restart_clock()
         if self.pending and not self._events(events, last_step):
             return False
-        while self.step < last_step:
+        while self.step < last_step and not self.ended:
             self.task.train()
             self._update(batches)
             self.step += 1
+            self.after_update(self.step)
             if self.step % self.log_every == 0 or self.step == last_step:
                 self._log()
             self.pending = [event.name for event in events if event.due(self.step, last_step)]
@@ -137,14 +158,18 @@ class Trainer:
 
     def _events(self, events: Sequence[Event], last_step: int) -> bool:
         """Does what is pending, in order; False if a signal asks to leave (all processes agree on when)."""
-        for event in events:
+        for place, event in enumerate(events):
             if event.name in self.pending:
                 if self.runtime.stop.agreed():
                     return False
                 self.pending.remove(event.name)
+                ended = self.ended
                 with self.window.paused():
                     event.action(self.step)
-        return not self.runtime.stop.agreed() or self.step == last_step
+                if self.ended and not ended:  # what else the last step asks for, and what comes later in the order
+                    later = [other.name for other in events[place + 1 :] if other.last]
+                    self.pending += [name for name in later if name not in self.pending]
+        return not self.runtime.stop.agreed() or self.is_done(last_step)
 
     def state(self) -> dict[str, Any]:
         """Step, what is still due at it, and the sums of every process's log window: floats, exact in JSON."""
@@ -153,12 +178,13 @@ class Trainer:
         return {
             "step": self.step,
             "pending": list(self.pending),
+            "ended": self.ended,
             "window": gathered.view(self.runtime.world, -1).tolist(),
             "scaler": scaler.state_dict() if scaler else None,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.step, self.pending = state["step"], list(state["pending"])
+        self.step, self.pending, self.ended = state["step"], list(state["pending"]), state.get("ended", False)
         sums = torch.tensor(state["window"])
         if len(sums) == self.runtime.world:
             mine = sums[self.runtime.rank]
@@ -192,24 +218,26 @@ class Trainer:
         """Clip and step; an update with a non-finite gradient is left out, on every process alike."""
         accelerator = self.runtime.accelerator
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(self.step)
+            group["lr"] = self.learning_rate(self.step) * group.get("lr_scale", 1.0)
         limit = float("inf") if self.clip is None else self.clip
         norm = accelerator.clip_grad_norm_(self.parameters, limit)
         assert norm is not None
         bad = (~norm.isfinite()).float()
-        if accelerator.scaler is None:
+        if accelerator.scaler is None and self.heeds_found_inf:
             # The fused optimiser reads this flag on the device: no wait for it here.
             self.optimizer.optimizer.found_inf, self.optimizer.optimizer.grad_scale = bad, None
-        self.optimizer.step()
+        if self.heeds_found_inf or accelerator.scaler is not None or not bad.item():
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.window.norm = norm.detach()
         self.window.count_bad(bad)
 
     def _log(self) -> None:
         record = self.window.summary(self.runtime)
-        if record.pop("longest_bad_streak") >= MAX_BAD_STEPS:
+        limit = min(MAX_BAD_STEPS, self.last_step)
+        if record.pop("longest_bad_streak") >= limit:
             raise FloatingPointError(
-                f"the gradient was not finite for {MAX_BAD_STEPS} steps in a row up to step {self.step}; none "
+                f"the gradient was not finite for {limit} steps in a row up to step {self.step}; none "
                 f"was applied. Try a lower optim.lr or precision: fp32, and look for broken values in the data"
             )
         head = {"step": self.step, "images_seen": self.step * self.batch_size}

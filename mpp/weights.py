@@ -1,67 +1,211 @@
-"""One door for weights: a backbone into a folder that opens in plain timm, and out of a run again."""
+"""One door for weights: own runs, timm's, anybody's timm folder, bare files; strict, and resized here alone.
+
+    backbone = load_backbone("runs/quickstart")                         architecture and pixel statistics with it
+    backbone = load_backbone("timm:vit_small_patch16_224.augreg_in21k", image_size=384)
+    said = load_into(backbone, "weights.safetensors", "bilinear-corners")      into an architecture that stands
+
+Names and shapes must agree to the last one, and both differences are reported. Only a classifier is left behind, by
+the name that timm gives it, and the sentence says so.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor, nn
 
-from mpp.backbones import Backbone
-from mpp.checkpoint import Checkpoint, newest
+from mpp.architectures import ImageSize
+from mpp.backbones import Backbone, create_backbone, create_model
+from mpp.checkpoint import Checkpoint
+from mpp.export import classifier_tensors as classifier_tensors
+from mpp.export import pooling_arguments as pooling_arguments
+from mpp.export import randomize
+from mpp.export import timm_config as timm_config
+from mpp.patches import Size, grid_of, pair
+from mpp.positions import BIAS_TABLE, Resampling, stated_grid, to_grid
+from mpp.weight_files import Stored, plain, read
+from mpp.weight_files import checkpoint_at as checkpoint_at
+
+TOLERANCE = 1e-5  # of pixel statistics: config.json has six digits
 
 
-def timm_config(backbone: Backbone) -> dict[str, Any]:
-    """config.json of a timm folder, in our words.
+def load_backbone(
+    spec: str,
+    *,
+    image_size: ImageSize | None = None,
+    regularization: dict[str, Any] | None = None,
+    resampling: Resampling = "bilinear-corners",
+    channels: int | None = None,
+) -> Backbone:
+    """The backbone that a spec names, with its architecture, channels and pixel statistics.
 
-    What timm derives by itself would inherit the base model's licence, tag and pixel statistics. Features are pooled
-    over the patches after the final norm: the class token is untrained in masked patch prediction.
+    spec: a run folder (its newest valid checkpoint), a checkpoint, a timm folder, or timm:NAME. image_size: pixels, or
+    (height, width); None = the weights' own. regularization: arguments of timm for training, such as drop_path_rate.
+    channels: refused if the weights have others. What was done is said in `backbone.origin`.
     """
-    arguments = backbone.arguments | pooling_arguments(backbone)
-    return {
-        "architecture": backbone.name,
-        "num_classes": 0,
-        "num_features": backbone.embed_dim,
-        "model_args": arguments,
-        "pretrained_cfg": {
-            "tag": "mpp",
-            "custom_load": False,
-            "input_size": [backbone.channels, *backbone.image_size],
-            "fixed_input_size": True,
-            "interpolation": "bicubic",
-            "crop_pct": 1.0,
-            "crop_mode": "center",
-            "mean": [round(value, 6) for value in backbone.mean.tolist()],
-            "std": [round(value, 6) for value in backbone.std.tolist()],
-            "num_classes": 0,
-            "pool_size": None,
-            "first_conv": backbone.model.pretrained_cfg.get("first_conv", "patch_embed.proj"),  # pyright: ignore
-            "classifier": backbone.model.pretrained_cfg.get("classifier", "head"),  # pyright: ignore
-        },
-    }
+    stored = read(spec)
+    if not stored.described:
+        raise ValueError(
+            f"{spec} is a bare file and names no architecture; give a folder with a config.json beside it, or name "
+            f"the architecture in a recipe's backbone and the file as its init"
+        )
+    _check_channels(stored, channels)
+    backbone = _created(stored, stored.architecture, stored.arguments, image_size, regularization)
+    backbone.origin = _fill(backbone, stored, resampling)
+    return backbone
 
 
-def pooling_arguments(backbone: Backbone) -> dict[str, Any]:
-    """How timm must be told to pool over patches after the final norm: families spell it in their own ways.
+def load_into(backbone: Backbone, spec: str, resampling: Resampling = "bilinear-corners") -> str:
+    """Weights into a backbone of the same architecture, at whatever image size; a sentence on what was taken.
 
-    The first spelling whose model has exactly our parameters; `token` where a family cannot pool over patches.
+    The same specs as `load_backbone`, and bare files, of which only names and shapes can be compared. ValueError for
+    another architecture, other channels or other pixel statistics: they would change what the weights see.
     """
-    spellings: tuple[dict[str, Any], ...] = (
-        {"global_pool": "avg", "fc_norm": False},
-        {"global_pool": "avg", "use_fc_norm": False},
-        {"global_pool": "avg"},
-        {"global_pool": "token"},
-    )
-    for spelling in spellings:
-        try:
-            with torch.device("meta"):
-                model = timm.create_model(backbone.name, num_classes=0, **backbone.arguments, **spelling)
-        except (TypeError, AssertionError):
-            continue
-        if set(model.state_dict()) == set(backbone.model.state_dict()):
-            return spelling
-    return {"global_pool": ""}
+    stored = read(spec)
+    if stored.described:
+        _check_channels(stored, backbone.channels)
+        _check_pixels(stored, backbone)
+        _check_architecture(stored, backbone)
+    backbone.origin = _fill(backbone, stored, resampling)
+    return backbone.origin
+
+
+def _created(
+    stored: Stored,
+    name: str,
+    arguments: dict[str, Any],
+    image_size: ImageSize | None = None,
+    regularization: dict[str, Any] | None = None,
+) -> Backbone:
+    """A fresh backbone for stored weights, at their own image size unless another is asked for."""
+    assert stored.channels is not None and stored.image_size is not None
+    size = pair(image_size or stored.image_size)  # pyright: ignore
+    arguments = arguments | {"img_size": size, "in_chans": stored.channels}
+    return create_backbone(name, arguments, stored.channels, stored.mean, stored.std, regularization)
+
+
+def _fill(backbone: Backbone, stored: Stored, how: Resampling) -> str:
+    """The tensors into the backbone, positions on its grid; a sentence on what was taken and left."""
+    tensors, left = _without_head(stored, backbone)
+    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    old, new = _grid(stored, backbone, tensors), backbone.grid
+    if old != new:
+        _check_resizable(backbone, stored.where)
+    try:
+        tensors, done = to_grid(backbone.model, tensors, old, new, how)
+    except ValueError as error:
+        raise ValueError(f"{stored.where}: {error}") from None
+    load_strictly(backbone.model, tensors, stored.where)
+    told = f"weights of {stored.where}"
+    if old != new:
+        told += f"; patches {old[0]}x{old[1]} -> {new[0]}x{new[1]}, {' and '.join(done) or 'no positions to resample'}"
+    elif not stored.described and any(_is_position(name) for name in tensors):
+        told += f"; the file states no grid: taken as {new[0]}x{new[1]}"
+    return told + (f"; left behind: {_some(left)}" if left else "")
+
+
+def _without_head(stored: Stored, backbone: Backbone) -> tuple[dict[str, Tensor], list[str]]:
+    """The backbone's tensors, and the names of those of timm's classifier."""
+    own = backbone.model.pretrained_cfg.get("classifier") or "head"  # pyright: ignore
+    heads = stored.head or ((own,) if isinstance(own, str) else tuple(own))
+    names = {f"{head}.{part}" for head in heads for part in ("weight", "bias")}
+    pooling = "attn_pool." if stored.described else "\0"  # timm's attention pooling comes behind the tokens, too
+    left = sorted(name for name in stored.tensors if name in names or name.startswith(pooling))
+    tensors = {name: tensor for name, tensor in stored.tensors.items() if name not in left}
+    if any(name.startswith("fc_norm.") for name in tensors):
+        raise ValueError(
+            f"{stored.where} has its final norm behind the pooling (fc_norm), so its tokens have none; features here "
+            f"are tokens after the final norm, which would not be those it was trained for. Try weights of the same "
+            f"architecture before fine-tuning, whose norm is on the tokens"
+        )
+    return tensors, left
+
+
+def _grid(stored: Stored, backbone: Backbone, tensors: dict[str, Tensor]) -> Size:
+    """The grid of the stored weights: from the image size that is stated, or from the number of positions."""
+    if stored.image_size is not None:
+        return grid_of(stored.image_size, backbone.patch_size)
+    own, theirs = backbone.model.state_dict().get("pos_embed"), tensors.get("pos_embed")
+    if own is None or theirs is None:
+        return backbone.grid  # another one shows in the shape of a table, and check_fit names it
+    try:
+        return stated_grid(theirs.shape[1], own.shape[1] - backbone.num_patches, backbone.grid)
+    except ValueError as error:
+        raise ValueError(f"{stored.where}: {error}") from None
+
+
+def _is_position(name: str) -> bool:
+    return name == "pos_embed" or name.endswith(BIAS_TABLE)
+
+
+def _check_resizable(backbone: Backbone, where: str) -> None:
+    """Whatever grows with the picture must be something that is resampled here."""
+    height, width = backbone.image_size
+    shapes = []
+    for size in ((height, width), (2 * height, 2 * width)):
+        with torch.device("meta"):
+            model = create_model(backbone.name, backbone.arguments | {"img_size": size})
+        shapes.append({name: tensor.shape for name, tensor in model.state_dict().items()})
+    unknown = [name for name in shapes[0] if shapes[0][name] != shapes[1][name] and not _is_position(name)]
+    if unknown:
+        raise ValueError(
+            f"{where}: {backbone.name} keeps positions in {_some(unknown)}, which nobody here can resample; use the "
+            f"weights at their own image size"
+        )
+
+
+def _check_channels(stored: Stored, channels: int | None) -> None:
+    if channels not in (None, stored.channels):
+        raise ValueError(
+            f"{stored.where} sees images of {stored.channels} channels, and {channels} are asked for; "
+            f"set data.channels: {stored.channels}"
+        )
+
+
+def _check_pixels(stored: Stored, backbone: Backbone) -> None:
+    """Other statistics would shift every input."""
+    for what, theirs, ours in (("mean", stored.mean, backbone.mean), ("std", stored.std, backbone.std)):
+        if any(abs(a - b) > TOLERANCE for a, b in zip(theirs, ours.tolist(), strict=True)):
+            raise ValueError(
+                f"{stored.where} was trained with a pixel {what} of {list(theirs)}, and this backbone has "
+                f"{[round(value, 6) for value in ours.tolist()]}; set backbone.pixel_{what}: {list(theirs)}"
+            )
+
+
+def _check_architecture(stored: Stored, backbone: Backbone) -> None:
+    """The same function of the same weights. Names may differ: `kind: vit, size: tiny` is vit_tiny_patch16_224."""
+    ours = {key: plain(value) for key, value in backbone.arguments.items() if key not in ("img_size", "in_chans")}
+    name, differences = backbone.name.split(".")[0], []
+    if stored.architecture != name:
+        differences.append(f"{stored.architecture} instead of {name}")
+    for key in sorted(ours.keys() | stored.arguments.keys()):
+        pair_of = stored.arguments.get(key, "its default"), ours.get(key, "its default")
+        differences += [f"{key} {pair_of[0]} instead of {pair_of[1]}"] if pair_of[0] != pair_of[1] else []
+    if differences and not _same_function(stored, backbone):
+        raise ValueError(
+            f"{stored.where} is of another architecture ({_some(differences)}); use its own, or weights of this one"
+        )
+
+
+@torch.no_grad()
+def _same_function(stored: Stored, backbone: Backbone) -> bool:
+    """Whether both architectures, at the stored size, turn random weights and a picture into the same bits."""
+    theirs = _created(stored, stored.architecture, stored.arguments)
+    try:
+        ours = _created(stored, backbone.name, backbone.arguments)
+    except ValueError:
+        return False
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        randomize(theirs.model)
+        image = torch.randint(0, 256, (1, theirs.channels, *theirs.image_size), dtype=torch.uint8)
+    weights, own = theirs.model.state_dict(), ours.model.state_dict()
+    if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in own.items()}:
+        return False
+    ours.model.load_state_dict(weights)
+    tokens = [b.eval().model.forward_features(b.normalize(image)) for b in (theirs, ours)]  # pyright: ignore
+    return theirs.num_prefix_tokens == ours.num_prefix_tokens and torch.equal(*tokens)
 
 
 def objective_tensors(task: nn.Module) -> dict[str, Tensor]:
@@ -83,37 +227,43 @@ def load_task(task: Any, checkpoint: Checkpoint) -> None:
     task.load_state_dict(objective, strict=False)  # the backbone's names are not among these
 
 
-def initial_checkpoint(task: Any, spec: str) -> Checkpoint:
-    """The checkpoint that `init` names; ValueError if there is none or its backbone does not fit."""
-    checkpoint = checkpoint_at(Path(spec))
-    check_fit(task.backbone.model.state_dict(), checkpoint.tensors("model.safetensors"), f"init: {spec}")
-    return checkpoint
+class Initial:
+    """Weights that a run begins with: read and found fitting at once, put in place later.
 
-
-def initialize(task: Any, checkpoint: Checkpoint) -> str:
-    """Weights of another run's checkpoint into a fresh task; a sentence on what was taken.
-
-    The backbone must fit exactly. Head and mask token come along where they fit: another target needs another head.
+    In between the task keeps its own, so that untrained features can be scored first. ValueError as `load_into`.
     """
-    load_strictly(task.backbone.model, checkpoint.tensors("model.safetensors"), f"init: {checkpoint.path}")
-    theirs, ours = checkpoint.tensors("objective.safetensors"), objective_tensors(task)
-    fitting = {name: t for name, t in theirs.items() if name in ours and t.shape == ours[name].shape}
-    task.load_state_dict(fitting, strict=False)
-    fresh = sorted(set(ours) - set(fitting))
-    return f"weights of step {checkpoint.step:,}, {checkpoint.path}" + (f"; fresh: {', '.join(fresh)}" if fresh else "")
+
+    def __init__(self, task: Any, spec: str, resampling: Resampling):
+        model, own = task.backbone.model, objective_tensors(task)
+        untrained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        told = load_into(task.backbone, spec, resampling)
+        self.model = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(untrained)
+        # The head and the mask token come along from a run with the same target: another needs another head.
+        theirs = same_objective(spec, objective_config(task))
+        self.objective = {name: t for name, t in theirs.items() if name in own and t.shape == own[name].shape}
+        fresh = sorted(set(own) - set(self.objective))
+        self.told = told + (f"; fresh: {', '.join(fresh)}" if fresh else "")
+
+    def put(self, task: Any) -> str:
+        """The weights into the task; a sentence on what was taken."""
+        task.backbone.model.load_state_dict(self.model)
+        task.load_state_dict(self.objective, strict=False)
+        return self.told
 
 
-def checkpoint_at(path: Path) -> Checkpoint:
-    """A run's newest valid checkpoint, or the checkpoint that the path itself names."""
-    if (path / "manifest.json").is_file():
-        checkpoint = Checkpoint(path)
-        checkpoint.verify()
-        return checkpoint
-    found, skipped = newest(path) if path.is_dir() else (None, [])
-    if found is None:
-        damaged = "".join(f"\n  skipped {bad}: {reason}" for bad, reason in skipped)
-        raise ValueError(f"init: {path} has no checkpoint; expected a run folder or one of its checkpoints{damaged}")
-    return found
+def same_objective(spec: str, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Head and mask token of one of our pretraining checkpoints; the head only where it predicts the same."""
+    try:
+        checkpoint = checkpoint_at(Path(spec))
+    except ValueError:
+        return {}
+    stored = checkpoint.document("objective.json") if "objective.json" in checkpoint.files else {}
+    if "target" not in stored:
+        return {}
+    tensors = checkpoint.tensors("objective.safetensors")
+    alike = all(plain(stored[name]) == plain(config[name]) for name in ("target", "patch_size"))
+    return tensors if alike else {name: t for name, t in tensors.items() if not name.startswith("head.")}
 
 
 def load_strictly(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:

@@ -242,3 +242,58 @@ def test_the_paper_s_initialisation_is_xavier():
         bound / 3**0.5, rel=0.05
     )
     assert weights["timm"].std().item() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["vit_relpos_small_patch16_224", "vit_relpos_base_patch16_clsgap_224"])
+def test_the_final_norm_sits_on_the_tokens_also_where_timm_puts_it_behind_the_pooling(name):
+    spec = Timm(name=name, image_size=64, arguments={"depth": 1, "embed_dim": 24, "num_heads": 2})
+    backbone = build_backbone(spec, 3, 0)
+    tokens = backbone.model.forward_features(torch.randn(2, 3, 64, 64))[:, backbone.num_prefix_tokens :]
+    assert torch.allclose(tokens.mean(-1), torch.zeros(()), atol=1e-5)
+    assert torch.allclose(tokens.std(-1, correction=0), torch.ones(()), atol=1e-2)
+
+
+def test_parameters_that_no_token_depends_on_are_refused_by_name(monkeypatch):
+    import timm
+
+    made = timm.create_model
+
+    def with_a_spare(*args, **more):
+        model = made(*args, **more)
+        model.spare = torch.nn.Linear(2, 2)
+        return model
+
+    monkeypatch.setattr(timm, "create_model", with_a_spare)
+    spec = Timm(name="eva02_tiny_patch14_224", image_size=56, arguments={"depth": 1, "embed_dim": 24, "num_heads": 2})
+    with pytest.raises(ValueError, match=r"spare\.weight"):
+        build_backbone(spec, 3, 0)
+
+
+def test_models_that_fail_at_this_size_are_refused_by_name():
+    with pytest.raises(ValueError, match="hiera_tiny_224"):
+        build_backbone(Timm(name="hiera_tiny_224", image_size=64), 3, 0)
+
+
+@pytest.mark.parametrize("argument", ["checkpoint_path", "pretrained_cfg", "features_only"])
+def test_arguments_that_read_other_weights_are_refused(argument):
+    spec = Timm(name="vit_tiny_patch16_224", arguments={argument: "x"})
+    assert [field for field, _ in spec.faults()] == [f"arguments.{argument}"]
+
+
+def test_bf16_embeds_as_well_by_the_short_way_as_by_the_general_one():
+    """Filters with a mean and pixel statistics off the middle: folded in, they would cancel in half precision."""
+    from mpp.plain_vit import embed
+
+    torch.manual_seed(0)
+    projection = torch.nn.Conv2d(3, 64, 8, 8)
+    projection.weight.data += 0.02
+    images = torch.randint(0, 256, (16, 3, 8, 8), dtype=torch.uint8)
+    mean, std = torch.tensor([0.48, 0.46, 0.41]), torch.tensor([0.22, 0.22, 0.22])
+    pixels = images.permute(0, 2, 3, 1).flatten(1)[:, None]
+    normal = (images / 255 - mean[:, None, None]) / std[:, None, None]
+    exact = projection(normal).flatten(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        short, general = embed(projection, pixels, mean, std)[:, 0], projection(normal).flatten(1)
+    assert torch.allclose(embed(projection, pixels, mean, std)[:, 0], exact, atol=1e-4)
+    error = lambda values: (values.float() - exact).abs().mean()  # noqa: E731
+    assert error(short) < 1.5 * error(general)

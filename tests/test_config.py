@@ -274,3 +274,23 @@ def test_recipes_are_read_without_torch_and_in_a_moment() -> None:
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
     seconds, torch = zip(*(run.stdout.split() for run in runs), strict=True)
     assert set(torch) == {"False"} and min(map(float, seconds)) < 0.3
+
+
+def test_help_shows_the_values_of_the_recipe_that_is_named(tmp_path, capsys):
+    from mpp.pretrain_recipe import PretrainConfig
+
+    path = tmp_path / "mine.yaml"
+    path.write_text("train: {steps: 77}\nbackbone: {kind: vit, size: tiny}\n")
+    with pytest.raises(SystemExit):
+        load_recipe(PretrainConfig, [str(path), "--help"])
+    text = capsys.readouterr().out
+    assert f"values in {path}" in text
+    (tmp_path / "copied.yaml").write_text(text)
+    assert load_recipe(PretrainConfig, [str(tmp_path / "copied.yaml")]) == load_recipe(PretrainConfig, [str(path)])
+
+
+def test_an_override_without_hyphens_is_no_recipe():
+    from mpp.pretrain_recipe import PretrainConfig
+
+    with pytest.raises(RecipeError, match="write --optim.lr=3"):
+        load_recipe(PretrainConfig, ["optim.lr=3"])

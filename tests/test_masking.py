@@ -39,6 +39,12 @@ def test_80_10_10_as_counts(shares, expected):
     assert Corruption(mask_token=shares[0], random_patch=shares[1]).counts(98) == expected
 
 
+@pytest.mark.parametrize(("k", "expected"), [(7, (6, 1, 0)), (12, (10, 1, 1)), (4, (3, 0, 1)), (5, (4, 1, 0))])
+def test_counts_are_rounded_half_up(k, expected):
+    """floor(0.8 K + 0.5) masked, floor(0.1 K + 0.5) random, the rest kept (METHOD.md 1)."""
+    assert Corruption(mask_token=0.8, random_patch=0.1).counts(k) == expected
+
+
 def test_counts_always_add_up():
     for k in range(1, 200):
         for m, r in ((0.8, 0.1), (0.5, 0.5), (0.85, 0.15), (1.0, 0.0), (0.33, 0.33)):

@@ -350,13 +350,13 @@ def test_init_goes_on_from_other_weights_with_a_fresh_optimiser(recipe, capsys):
     assert pretrain(first) == 0
     second = recipe(f"--init={first.out}", "--target.bits=2", "--optim.lr=1e-12", "--train.steps=3", out="second")
     assert pretrain(second) == 0
-    assert "weights of step 6" in capsys.readouterr().out
+    assert "(step 6); fresh: head.bias, head.weight" in capsys.readouterr().out
     ours, theirs = weights(second.out, 3), weights(first.out, 6)
     name = "model.safetensors/blocks.0.mlp.fc1.weight"
     assert torch.allclose(ours[name], theirs[name], atol=1e-7)
-    with pytest.raises(ValueError, match="does not fit this backbone"):
+    with pytest.raises(ValueError, match="another architecture"):
         pretrain(recipe(f"--init={first.out}", "--backbone.depth=1", out="third"))
-    with pytest.raises(ValueError, match="has no checkpoint"):
+    with pytest.raises(ValueError, match="/nonexistent"):
         pretrain(recipe("--init=/nonexistent", out="fourth"))
 
 
@@ -471,3 +471,149 @@ def test_the_loss_does_not_depend_on_accumulation(recipe):
         assert pretrain(config) == 0
     a, b = ([row["loss"] for row in lines(config.out) if "loss" in row] for config in runs)
     assert a == pytest.approx(b, abs=1e-5)
+
+
+def test_a_run_goes_on_when_the_weights_it_began_with_are_gone(recipe, tmp_path):
+    source = recipe("--train.steps=3", out="source")
+    assert pretrain(source) == 0
+    config = recipe(f"--init={source.out}", "--train.steps=6", "--train.checkpoint_every=3")
+    begun = job.begin(config)
+    begun._after_update = lambda step: setattr(begun.runtime.stop, "requested", step == 4)
+    assert begun.go() == EXIT_STOPPED
+    source.out.rename(tmp_path / "moved")
+    assert pretrain(config) == 0 and lines(config.out)[-1]["step"] == 6
+
+
+def test_what_was_made_up_for_after_a_stop_is_not_made_twice(recipe):
+    """Stopped before a due evaluation, evaluated at the next start, killed, started again: one row of each."""
+    config = recipe("--train.eval_every=2", "--train.steps=6")
+    begun = job.begin(config)
+    begun._after_update = lambda step: setattr(begun.runtime.stop, "requested", step == 2)
+    assert begun.go() == EXIT_STOPPED
+    again = job.begin(config)
+    again._after_update = killed_at(4)
+    with pytest.raises(Killed):
+        again.go()
+    assert pretrain(config) == 0
+    steps = [row["step"] for row in lines(config.out) if "heldout_loss" in row]
+    assert steps == [0, 2, 4, 6]
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_at(step):
+    def after(now):
+        if now == step:
+            raise Killed
+
+    return after
+
+
+def test_a_run_that_never_saved_leaves_nothing_to_the_next_one(recipe, pictures, tmp_path):
+    import shutil
+
+    for name, bad in (("one", "0.png"), ("two", "z.png")):
+        shutil.copytree(pictures / "a", tmp_path / name)
+        (tmp_path / name / bad).write_bytes(b"no picture")
+    first = recipe(f"--data.path={tmp_path / 'one'}", "--train.steps=200")
+    begun = job.begin(first)
+    begun._after_update = killed_at(1)
+    with pytest.raises(Killed):
+        begun.go()
+    assert pretrain(recipe(f"--data.path={tmp_path / 'two'}", "--train.steps=20")) == 0
+    assert {row["name"] for row in lines(first.out, "skipped.jsonl")} == {"z.png"}
+
+
+def test_a_trained_run_without_its_checkpoints_is_not_overwritten_by_another_recipe(recipe, tmp_path):
+    config = recipe("--train.steps=3")
+    assert pretrain(config) == 0
+    (config.out / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="optim.lr"):
+        pretrain(recipe("--train.steps=3", "--optim.lr=0.5"))
+    assert lines(config.out)[-1]["step"] == 3
+    assert pretrain(config) == 0  # the same recipe begins anew
+
+
+@pytest.mark.parametrize("content", [None, '{"data": '])
+def test_an_unreadable_environment_is_named(recipe, content):
+    config = recipe("--train.steps=3")
+    assert pretrain(config) == 0
+    (config.out / "environment.json").unlink()
+    if content:
+        (config.out / "environment.json").write_text(content)
+    with pytest.raises(ValueError, match=r"environment\.json"):
+        pretrain(config)
+
+
+def test_numbers_that_are_not_finite_end_a_run_however_short_it_is(recipe):
+    with pytest.raises(FloatingPointError, match="not finite"):
+        pretrain(recipe("--optim.lr=1e30", "--train.steps=5", "--optim.warmup_steps=0", "--optim.clip=null"))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--backbone.pixel_std=0", "pixel_std"),
+        ("--backbone.pixel_std=[0.5, -0.5, 0.5]", "pixel_std"),
+        ("--train.seed=1180591620717411303424", "seed"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(recipe, word, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(word)
+
+
+def test_an_evaluation_without_an_answer_does_not_cost_the_run(recipe, pictures, monkeypatch):
+    from mpp.evaluation.knn import KNN
+
+    def fails(self, features):
+        raise ValueError("7 of 40 train images have NaN or infinite features")
+        yield
+
+    monkeypatch.setattr(KNN, "__call__", fails)
+    words = (
+        "--data.kind=class_folders",
+        "--train.steps=3",
+        "--evaluations=[{kind: knn, k: [3]}, {kind: fewshot, shots: [2]}]",
+    )
+    config = recipe(*words)
+    assert pretrain(config) == 0
+    assert {row["evaluation"] for row in lines(config.out, "results.jsonl")} == {"fewshot"}
+    assert "knn gave no score: 7 of 40" in (config.out / "train.log").read_text()
+
+
+def test_a_folder_has_one_writer(recipe, tmp_path, monkeypatch):
+    import fcntl
+
+    from mpp.run_folder import Run
+
+    config = recipe("--train.steps=3")
+    config.out.mkdir()
+    monkeypatch.setattr(Run._lock, "__defaults__", (0.3,))
+    with (config.out / ".lock").open("a+") as other:  # another open file is another owner, also in this process
+        other.write("process 123 on elsewhere")
+        other.flush()
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="in use by another run .process 123 on elsewhere"):
+            pretrain(config)
+    assert pretrain(config) == 0
+
+
+def test_the_advice_on_extending_a_run_works_each_time(recipe):
+    config = recipe("--train.steps=3")
+    assert pretrain(config) == 0
+    for total in (6, 12):
+        advice = (config.out / "train.log").read_text().splitlines()[-1].partition("the same command with ")[2]
+        option, _, value = advice.partition(" ")
+        assert pretrain(recipe("--train.steps=3", f"{option}={value.strip(chr(39))}")) == 0
+        assert lines(config.out)[-1]["step"] == total
+    with pytest.raises(ValueError, match=r'extended by --train.extend .\[{"steps": 3}, {"steps": 6}\]'):
+        pretrain(config)
+
+
+def test_few_held_out_pictures_are_remarked(recipe):
+    config = recipe("--train.steps=3")
+    assert pretrain(config) == 0
+    assert "few pictures are held out (1)" in (config.out / "train.log").read_text()

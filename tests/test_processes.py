@@ -153,3 +153,36 @@ def test_a_mistake_is_one_message_without_a_traceback_and_exit_code_2(folder, ov
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
     assert not (folder / "refused").exists()
+
+
+FINETUNE = """
+augment: {crop: {kind: shifted_crop, padding: 2}}
+view: {crop: 1.0}
+backbone: {kind: vit, patch_size: 8, image_size: 32, embed_dim: 32, depth: 2, num_heads: 2}
+data: {kind: class_folders, heldout: 0.3}
+labels: {kind: all, validation: 31}
+frozen_blocks: 1
+averaging: {decay: 0.9}
+optim: {kind: sgd, lr: 0.05, warmup_steps: 5, layer_decay: 0.7}
+train: {steps: 20, batch_size: 24, log_every: 1, eval_every: 10, threads: 1, trace: true}
+"""
+
+
+def test_fine_tuning_on_two_processes_is_that_on_one(folder):
+    """Frozen blocks, an average, layer decay; every test image counted once."""
+    (folder / "finetune.yaml").write_text(FINETUNE)
+    runs = []
+    for processes in (1, 2):
+        words, environment = command(folder, f"finetuned{processes}", processes=processes)
+        tool = words.index(TOOL)
+        words[tool : tool + 2] = [str(ROOT / "tools" / "finetune.py"), str(folder / "finetune.yaml")]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        runs.append(folder / f"finetuned{processes}")
+    one, two = (lines(r, "metrics.jsonl") for r in runs)
+    assert lines(runs[0], "trace.jsonl") == lines(runs[1], "trace.jsonl")
+    for name in ("loss", "validation_loss", "validation_accuracy"):
+        values = [[row[name] for row in rows if name in row] for rows in (one, two)]
+        assert values[0] == pytest.approx(values[1], abs=1e-5) and values[0]
+    scores = [[(row["metric"], row["value"], row["images"]) for row in lines(r, "results.jsonl")] for r in runs]
+    assert scores[0] == scores[1] and scores[0][0][2] == 97

@@ -19,7 +19,8 @@ def plan(ids, seed=0):
 def traced(path, micro_batches, gather=lambda rows: rows, shade=0, seed=0):
     trace = Trace(JsonLines(path), len(micro_batches), gather)
     for ids in micro_batches:
-        trace.add(1, batch(*ids, shade=shade), plan(ids, seed))
+        drawn = plan(ids, seed)
+        trace.add(1, batch(*ids, shade=shade), drawn.permutation, drawn.partner)
     return JsonLines(path).read()
 
 

@@ -62,7 +62,7 @@ class SourceFields:
     """channels of the decoded images: 1 gray, 3 RGB, 4 RGBA, n as stored"""
 
     range: tuple[float, float] | None = None
-    """raw values that mean black and white; null: 0 and 65535 in 16-bit images, a float image's own range"""
+    """black and white in 16-bit and float images (8-bit ones stay); null: 0 and 65535, or a float image's own range"""
 
     heldout: Annotated[float, Gt(0), Lt(1)] = 0.02
     """share of train held out for the loss where the source has no test split"""

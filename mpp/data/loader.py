@@ -56,6 +56,7 @@ class TrainingViews(TorchDataset):
     """Global positions -> one micro-batch of augmented views; a pure function of (seed, position)."""
 
     def __init__(self, pictures: Pictures, order: Order, augment: Augment, size: Size):
+        augment.check_channels(pictures.channels)
         self.pictures, self.order, self.augment, self.size = pictures, order, augment, size
         labels = pictures.subset.dataset.labels()
         self.labels = None if labels is None else torch.from_numpy(labels)
@@ -99,8 +100,8 @@ class TrainingViews(TorchDataset):
 class FixedViews(TorchDataset):
     """Places in a subset -> the pictures' fixed views; unreadable ones are left out and named."""
 
-    def __init__(self, pictures: Pictures, size: Size):
-        self.pictures, self.size = pictures, size
+    def __init__(self, pictures: Pictures, size: Size, view: Callable[[Tensor, Size], Tensor] = fixed_view):
+        self.pictures, self.size, self.view = pictures, size, view
 
     def __getitem__(self, place: int) -> dict[str, Any]:
         return self.__getitems__([place])
@@ -108,7 +109,7 @@ class FixedViews(TorchDataset):
     def __getitems__(self, places: list[int]) -> dict[str, Any]:
         """-> {"image": uint8 (B', C, H, W), "id", "place": int64 (B',), "skipped": [Skipped]}, B' <= B."""
         ids = self.pictures.subset.ids[places]
-        made = self.pictures.views(ids.tolist(), lambda row, picture: fixed_view(picture, self.size))
+        made = self.pictures.views(ids.tolist(), lambda row, picture: self.view(picture, self.size))
         good = [row for row, view in enumerate(made) if isinstance(view, Tensor)]
         views = [cast(Tensor, made[row]) for row in good]
         return {

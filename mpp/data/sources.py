@@ -76,7 +76,9 @@ def open_splits(source: "Source", seed: int = 0) -> Splits:
     if test is None:
         return held_out(train, source.heldout, seed)
     if test.classes is not None and test.classes != train.classes:
-        raise ValueError(f"{test.description}: expected the classes of train, {train.description}")
+        from mpp.data.budget import check_classes
+
+        check_classes(train.classes or (), test.classes, f"{test.description} (train: {train.description})")
     return Splits(train=_whole(train), heldout=_whole(test))
 
 

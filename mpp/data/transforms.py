@@ -1,17 +1,23 @@
-"""From a decoded picture to a view of the right size: crops and flips for training, one fixed view for everything else.
+"""From a decoded picture to a view of the right size: augmented for training, one fixed view for everything else.
 
-Chance comes in as numbers in [0, 1) made by a hash of (seed, epoch, sample id); nothing here draws.
+Chance comes in as numbers in [0, 1) made by a hash of (seed, epoch, sample id); nothing here draws. Libraries that do
+draw (timm's RandAugment, random erasing, torchvision's colour jitter) draw from generators that such a number starts.
 """
 
 import math
-from collections.abc import Sequence
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MaxLen, MinLen
+from PIL import Image, ImageOps
 from pydantic import Field
 from torch import Tensor
 
@@ -92,9 +98,15 @@ class CenterCrop:
 Crop = Annotated[RandomResizedCrop | ShiftedCrop | CenterCrop, Field(discriminator="kind")]
 
 
+Strength = Annotated[float, Ge(0)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Augment:
-    """How a training view is made: crop, then flips (METHOD.md 1: inception crop and random flip)."""
+    """How a training view is made: crop, flips (METHOD.md 1: inception crop and random flip), then what is set below.
+
+    The order is timm's: RandAugment, colour jitter, random erasing. Here both of the first two may be on.
+    """
 
     crop: Crop = field(default_factory=RandomResizedCrop)
     horizontal_flip: bool = True
@@ -102,24 +114,170 @@ class Augment:
     vertical_flip: bool = False
     """half of the views are mirrored upside down (microscopy, satellite)"""
     interpolation: Interpolation = "bicubic"
-    """how pictures are resized, always antialiased"""
+    """how pictures are resized, always antialiased; RandAugment rotates and shears with it too"""
+    rand_augment: str | None = None
+    """timm's RandAugment by its text: rand-m9-mstd0.5-inc1; RGB pictures only; what moves in is grey 128"""
+    color_jitter: Strength | Annotated[tuple[Strength, ...], MinLen(3), MaxLen(4)] | None = None
+    """strength of changes of brightness, contrast and saturation, or [brightness, contrast, saturation(, hue)]"""
+    random_erasing: Annotated[float, Ge(0), Le(1)] = 0.0
+    """share of the views in which a rectangle of 2 to 33 % becomes noise (timm's, mode pixel)"""
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        if self.rand_augment is not None:
+            yield from (("rand_augment", message) for message in rand_augment_faults(self.rand_augment))
+        if isinstance(self.color_jitter, tuple) and len(self.color_jitter) == 4 and self.color_jitter[3] > 0.5:
+            yield "color_jitter", f"hue turns by at most 0.5 (half the circle), got {self.color_jitter[3]:g}"
+
+    def check_channels(self, channels: int) -> None:
+        """ValueError where an option has no meaning for pictures of so many channels."""
+        for name, works, fits in (
+            ("rand_augment", "RGB pictures (3 channels)", channels == 3),
+            ("color_jitter", "pictures of 1 or 3 channels", channels in (1, 3)),
+        ):
+            if getattr(self, name) is not None and not fits:
+                raise ValueError(
+                    f"augment.{name} works on {works}, and data.channels is {channels}; "
+                    f"try augment.{name}: null, or data.channels: 3"
+                )
 
     def draws(self, seed: int, epochs: Tensor, ids: Tensor) -> list[list[float]]:
-        """All the chance that the views of a batch need: float [0, 1) of shape (B, num_draws + 2)."""
+        """All the chance that the views of a batch need: float [0, 1), B times (num_draws + 2, + 3 with more than
+        crop and flips).
+        """
         place = torch.arange(self.crop.num_draws)
         crops = uniform(seed, Purpose.CROP, epochs[:, None], ids[:, None], place)
         flips = uniform(seed, Purpose.FLIP, epochs[:, None], ids[:, None], torch.arange(2))
-        return torch.cat([crops, flips], 1).tolist()
+        parts = [crops, flips]
+        if any(self._operations()):
+            parts.append(uniform(seed, Purpose.AUGMENT, epochs[:, None], ids[:, None], torch.arange(3)))
+        return torch.cat(parts, 1).tolist()
 
     def __call__(self, image: Tensor, size: Size, draws: Sequence[float]) -> Tensor:
         """uint8 (C, h, w) of any size -> uint8 (C, H, W)."""
-        view = self.crop(image, size, draws[:-2], self.interpolation)
+        count = self.crop.num_draws
+        view = self.crop(image, size, draws[:count], self.interpolation)
         axes = [
             axis
-            for axis, on, draw in ((2, self.horizontal_flip, draws[-2]), (1, self.vertical_flip, draws[-1]))
+            for axis, on, draw in ((2, self.horizontal_flip, draws[count]), (1, self.vertical_flip, draws[count + 1]))
             if on and draw < 0.5
         ]
-        return view.flip(axes) if axes else view
+        view = view.flip(axes) if axes else view
+        for operation, draw in zip(self._operations(), draws[count + 2 :], strict=False):
+            if operation is not None:
+                with generators_from(draw):
+                    view = operation(view)
+        return view
+
+    def _operations(self) -> tuple[Callable[[Tensor], Tensor] | None, ...]:
+        """Each has its own place and its own draw: switching one on changes nothing in the others."""
+        return (
+            None if self.rand_augment is None else _rand_augment(self.rand_augment, self.interpolation),
+            None if self.color_jitter is None else _color_jitter(self.color_jitter),
+            _random_erasing(self.random_erasing) if self.random_erasing else None,
+        )
+
+
+RAND_AUGMENT = {  # the sections that timm's text may have; it skips or misreads anything else without a word
+    "m": (r"\d+", "m and a whole number: magnitude"),
+    "n": (r"[1-9]\d*", "n and a whole number: operations per picture"),
+    "p": (r"0?\.\d+|[01](\.0*)?", "p and a number from 0 to 1: probability of each operation"),
+    "mstd": (r"\d+(\.\d*)?|\.\d+", "mstd and a number: spread of the magnitude"),
+    "mmax": (r"[1-9]\d*", "mmax and a whole number: largest magnitude"),
+    "inc": (r"[01]", "inc and 0 or 1: severity grows with the magnitude"),
+    "t": (r"weights|3aw?", "tweights, t3a or t3aw: another set of operations"),
+}
+
+
+def rand_augment_faults(text: str) -> Iterator[str]:
+    """What is wrong with a RandAugment text, as timm would read it."""
+    first, *parts = text.split("-")
+    if first != "rand":
+        yield f"expected 'rand' and sections after it, as in rand-m9-mstd0.5-inc1, got {text!r}"
+        return
+    values: dict[str, str] = {}
+    for part in parts:
+        name = next((name for name, (form, _) in RAND_AUGMENT.items() if re.fullmatch(f"{name}({form})", part)), None)
+        if name is None:
+            known = "; ".join(words for _, words in RAND_AUGMENT.values())
+            yield f"cannot read {part!r} in {text!r}; sections are {known}"
+        elif name in values:
+            yield f"{text!r} gives {name!r} twice"
+        else:
+            values[name] = part.removeprefix(name)
+    if int(values.get("m", 10)) > (most := int(values.get("mmax", 10))):
+        yield f"{text!r} has a magnitude over the largest, {most}: timm would lower it; try mmax{values.get('m', 10)}"
+
+
+@contextmanager
+def generators_from(draw: float) -> Iterator[None]:
+    """Inside, the global generators of Python, NumPy and torch (CPU) start from `draw` in [0, 1); after, all is as
+    it was.
+
+    Not `torch.manual_seed`: it would start the generators of every GPU as well, and nobody would set them back.
+    """
+    seed = int(draw * 2**53)
+    words = [seed & 0xFFFFFFFF, seed >> 32]
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(words)
+    torch.default_generator.manual_seed(words[0] ^ words[1])  # on the CPU torch looks at 32 bits alone
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+@lru_cache(maxsize=8)
+def _rand_augment(text: str, interpolation: Interpolation) -> Callable[[Tensor], Tensor]:
+    from timm.data.auto_augment import rand_augment_transform
+
+    resampling = Image.Resampling.BICUBIC if interpolation == "bicubic" else Image.Resampling.BILINEAR
+    change = rand_augment_transform(text, {"img_mean": (128, 128, 128), "interpolation": resampling})
+    for one in change.ops:
+        if one.name.startswith("Posterize"):
+            one.aug_fn = _posterize
+
+    def operation(view: Tensor) -> Tensor:
+        assert view.shape[0] == 3, f"RandAugment on {view.shape[0]} channels: check_channels was not asked"
+        changed = change(Image.fromarray(view.permute(1, 2, 0).contiguous().numpy()))
+        return torch.from_numpy(np.array(changed)).permute(2, 0, 1).contiguous()
+
+    return operation
+
+
+def _posterize(picture: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """timm asks for 0 bits at its largest magnitudes: black in older Pillow, an error in Pillow 13."""
+    return ImageOps.posterize(picture, bits) if bits else Image.new(picture.mode, picture.size)
+
+
+@lru_cache(maxsize=8)
+def _color_jitter(strength: float | tuple[float, ...]) -> Callable[[Tensor], Tensor]:
+    from torchvision.transforms import ColorJitter
+
+    return ColorJitter(*(strength if isinstance(strength, tuple) else (strength,) * 3))
+
+
+@lru_cache(maxsize=8)
+def _random_erasing(probability: float) -> Callable[[Tensor], Tensor]:
+    """timm's, mode pixel: standard normal noise where a normalised picture would be.
+
+    In values of 0..255 that is a mean of 127.5 and a std of 63.75 (pictures normalised by 0.5 and 0.25, which is
+    within 15 % of ImageNet's statistics), cut off at black and white: 4.6 % of the values are.
+    """
+    from timm.data.random_erasing import RandomErasing
+
+    erase = RandomErasing(1.0, mode="pixel", device="cpu")
+
+    def operation(view: Tensor) -> Tensor:
+        if random.random() >= probability:
+            return view
+        noise = cast(Any, erase)(torch.full(view.shape, math.nan))  # NaN marks what stays, to the last bit
+        pixels = (127.5 + 63.75 * noise).round().clamp(0, 255).nan_to_num(0).to(torch.uint8)
+        return torch.where(noise.isnan(), view, pixels)
+
+    return operation
 
 
 def fixed_view(image: Tensor, size: Size, interpolation: Interpolation = "bicubic") -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from mpp.backbones import Backbone, Pool
 from mpp.data.dataset import SourceFields
 from mpp.data.loader import FixedViews, Pictures, Skipped, chunks_of, fixed_batches
-from mpp.data.sources import Splits, Subset, open_splits
+from mpp.data.sources import Splits, Subset, open_splits, require_labels
 from mpp.runtime import Runtime
 
 CHUNK = 64  # images per forward pass, fixed: digits must not depend on the number of processes
@@ -46,6 +46,7 @@ class Features:
     ):
         self.backbone, self.runtime, self.default = backbone, runtime, default
         self.evaluations, self.splits = evaluations, {} if splits is None else splits
+        self.names = names_of([default, *(e.data for e in evaluations if e.data is not None)])
         self.skipped: list[tuple[str, Skipped]] = []
         self._done: dict[Any, dict[tuple[Pool, int], Split]] = {}
 
@@ -69,9 +70,9 @@ class Features:
         pools = sorted({pool for e in asking for pool in e.pool})
         layers = sorted({layer for e in asking for layer in e.layers})
         splits = self.open(source)
-        train_x, train_y = self._subset(splits.train, source, f"{name_of(source)} train", pools, layers)
-        test_x, test_y = self._subset(splits.heldout, source, f"{name_of(source)} test", pools, layers)
-        classes, name = splits.train.classes or (), name_of(source)
+        classes, name = splits.train.classes or (), self.names[repr(source)]
+        train_x, train_y = self._subset(splits.train, source, f"{name} train", pools, layers)
+        test_x, test_y = self._subset(splits.heldout, source, f"{name} test", pools, layers)
         return {at: Split(train_x[at], train_y, test_x[at], test_y, classes, name) for at in train_x}
 
     @torch.no_grad()
@@ -101,12 +102,40 @@ class Features:
         return {at: values[good] for at, values in rows.items()}, torch.from_numpy(subset.labels())[good]
 
 
+def check(evaluation: Any, splits: Splits, backbone: Backbone) -> None:
+    """ValueError for labels or features that this evaluation cannot work with; before anything is computed."""
+    require_labels(splits, evaluation.kind)
+    backbone.check_readout(evaluation.pool, evaluation.layers)
+    none, train, test = torch.empty(0), splits.train.labels(), splits.heldout.labels()
+    assert train is not None and test is not None
+    classes, name = splits.train.classes or (), splits.train.dataset.description
+    evaluation.check(Split(none, torch.from_numpy(train), none, torch.from_numpy(test), classes, name))
+
+
 def evaluate(evaluations: Iterable[Any], features: Features) -> list[dict[str, Any]]:
     """The rows of all evaluations, without what only the job knows (run, step, backbone, commit)."""
     return [row for evaluation in evaluations for row in evaluation(features)]
 
 
-def name_of(source: Any) -> str:
-    """A short name for result rows: the kind, or what distinguishes the data."""
+def name_of(source: Any, parts: int = 1) -> str:
+    """A short name for result rows: the kind, or the last parts of what distinguishes the data."""
     what = getattr(source, "path", None) or getattr(source, "name", None)
-    return str(what).rstrip("/").rsplit("/", 1)[-1] if what else source.kind
+    if not what:
+        return source.kind
+    pieces = [piece for piece in str(what).split("/") if piece not in ("", ".") and "*" not in piece]
+    configuration = getattr(source, "name", None) if getattr(source, "path", None) else None
+    return "/".join([*pieces[-parts:], *([configuration] if configuration else [])]) or str(what)
+
+
+def names_of(sources: Sequence[Any]) -> dict[str, str]:
+    """repr(source) -> a name that no other of them has: as much of the path as tells them apart, then a number."""
+    distinct = {repr(source): source for source in sources}
+    names = {key: name_of(source) for key, source in distinct.items()}
+    for parts in (2, 3, 4):
+        twice = {name for name in names.values() if list(names.values()).count(name) > 1}
+        names |= {key: name_of(distinct[key], parts) for key, name in names.items() if name in twice}
+    seen: dict[str, int] = {}
+    for key, name in names.items():
+        seen[name] = seen.get(name, 0) + 1
+        names[key] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+    return names

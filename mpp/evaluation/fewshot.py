@@ -1,6 +1,5 @@
 """Closed-form few-shot accuracy: a ridge on frozen features of a few images per class (METHOD.md 4)."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 from mpp.chance import Purpose, hashed
 from mpp.data.sources import Source
 from mpp.evaluation.knn import check_features, check_labels, listed, repeats
+from mpp.evaluation.scores import summary
 
 if TYPE_CHECKING:
     from mpp.evaluation.features import Features, Split
@@ -37,7 +37,7 @@ class FewShot:
     shots: Annotated[tuple[Shots, ...], MinLen(1)] = (1, 5, 10, 25)
     "train images per class; all: the full train split"
     seeds: Annotated[int, Ge(1)] = 3
-    "draws of the train images; value and spread are over them"
+    "draws of the train images; value, spread and interval are over them"
     l2: Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1)] = (1024.0,)
     "ridge penalties; a list costs as much as one"
 
@@ -70,9 +70,7 @@ class FewShot:
                 "dataset": split.name,
                 "setting": {"shots": shots, "l2": l2, **where},
                 "metric": "top1",
-                "value": statistics.fmean(values),
-                "spread": statistics.stdev(values) if seeds > 1 else None,
-                "seeds": seeds,
+                **summary(values),
                 "images": len(split.test_y),
                 "seconds": seconds,
             }

@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, MinLen
 from torch import Tensor
 
 from mpp.data.sources import Source
+from mpp.evaluation.scores import places_ahead, summary, tops_of
 
 if TYPE_CHECKING:
     from mpp.evaluation.features import Features, Split
@@ -62,9 +63,7 @@ class KNN:
                 "dataset": split.name,
                 "setting": {"k": k, "temperature": self.temperature, **where},
                 "metric": f"top{top}",
-                "value": count / images,
-                "spread": None,
-                "seeds": 1,
+                **summary([count / images]),
                 "images": images,
                 "seconds": seconds,
             }
@@ -77,7 +76,7 @@ def count_hits(split: "Split", ks: list[int], temperature: float, chunk: int = 1
     `chunk` test images are searched at a time: that changes memory and time, never a digit.
     """
     classes = len(split.classes)
-    tops = (1, 5) if classes > 5 else (1,)
+    tops = tops_of(classes)
     train = fixed_point(split.train_x)
     hits = {(k, top): 0 for k in ks for top in tops}
     for images, truth in zip(split.test_x.split(chunk), split.test_y.split(chunk), strict=True):
@@ -154,10 +153,8 @@ def count_votes(similarity: Tensor, labels: Tensor, classes: int, temperature: f
 
 def is_hit(votes: Tensor, truth: Tensor, top: int) -> Tensor:
     """bool (M,): the true class has a vote and is among the first `top`; equal votes: lowest class first."""
-    own = votes.gather(1, truth[:, None])
-    lower = torch.arange(votes.shape[1], device=votes.device) < truth[:, None]
-    before = ((votes > own) | ((votes == own) & lower)).sum(dim=1)
-    return (own[:, 0] > 0) & (before < top)
+    own = votes.gather(1, truth[:, None])[:, 0]
+    return (own > 0) & (places_ahead(votes, truth) < top)
 
 
 def check_labels(split: "Split") -> None:

@@ -6,25 +6,27 @@ import textwrap
 from dataclasses import is_dataclass
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from mpp.recipe.text import dump
 from mpp.recipe.types import choose, defaults, describe, hints, item, kinds, sections
 
 HOW = """
-Below are all fields with their defaults: a complete recipe, to copy what you want to change.
+Below are all fields with their {values}: a complete recipe, to copy what you want to change.
 On the command line the same is written --section.field VALUE, after the recipe's path."""
 
 
-def help_text(kind: type, doc: str = "") -> str:
-    """The tool's docstring as comments, then the default recipe as YAML: `name: value  # type, meaning`.
+def help_text(kind: type, doc: str = "", tree: dict[str, Any] | None = None, path: Path | None = None) -> str:
+    """The tool's docstring as comments, then a recipe as YAML: `name: value  # type, meaning`.
 
-    Other members of a union follow their field, and fields without a default stand, commented out.
-    The whole text is a recipe and reads back to the defaults.
+    tree: its values, those of the recipe in `path`; without one, the defaults. Other members of a union follow their
+    field, and fields without a default stand, commented out. The whole text is a recipe and reads back to the same.
     """
-    top = f"{inspect.cleandoc(doc)}\n{HOW}".strip() if doc else HOW.strip()
+    how = HOW.format(values=f"values in {path}" if path else "defaults")
+    top = f"{inspect.cleandoc(doc)}\n{how}".strip() if doc else how.strip()
     lines = [f"# {line}".rstrip() for line in top.splitlines()]
-    return "\n".join([*lines, "", *block(kind, defaults(kind), set())]) + "\n"
+    return "\n".join([*lines, "", *block(kind, defaults(kind) if tree is None else tree, set())]) + "\n"
 
 
 def block(section: type, tree: dict[str, Any], told: set[type]) -> list[str]:

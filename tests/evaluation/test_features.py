@@ -81,3 +81,20 @@ def test_one_pass_serves_all_evaluations_of_a_source(setting):
 
 def test_names_of_sources_are_short():
     assert name_of(Source()) == "numbers"
+
+
+def test_sources_with_the_same_last_name_are_told_apart():
+    from mpp.data.sources import ClassFolders, HuggingFace
+    from mpp.evaluation.features import names_of
+
+    sources = [
+        ClassFolders(path="a/x/cells"),
+        ClassFolders(path="b/x/cells"),
+        HuggingFace(path="org/set", name="one"),
+        HuggingFace(path="org/set", name="two"),
+        HuggingFace(path="data/birds/*.parquet"),
+        ClassFolders(path="c/birds", channels=1),
+    ]
+    names = [names_of(sources)[repr(source)] for source in sources]
+    assert names == ["a/x/cells", "b/x/cells", "set/one", "set/two", "data/birds", "c/birds"]
+    assert len(set(names_of([HuggingFace(path="s"), HuggingFace(path="s", train_split="val")]).values())) == 2

@@ -225,6 +225,8 @@ def test_value_and_spread_are_over_the_seeds():
     split = clouds()
     row = next(iter(FewShot(shots=(5,), seeds=4)(features_of(split))))
     values = [accuracies(split, draw(split.train_y, 5, seed), (1024.0,))[0] for seed in range(4)]
+    half = 3.1824 * statistics.stdev(values) / 2  # Student's t with 3 degrees of freedom
+    interval = [statistics.fmean(values) - half, statistics.fmean(values) + half]
     assert row.pop("seconds") >= 0
     assert row == {
         "evaluation": "fewshot",
@@ -233,6 +235,7 @@ def test_value_and_spread_are_over_the_seeds():
         "metric": "top1",
         "value": statistics.fmean(values),
         "spread": statistics.stdev(values),
+        "interval": pytest.approx(interval, rel=1e-4),
         "seeds": 4,
         "images": 100,
     }

@@ -174,6 +174,7 @@ def test_rows_say_what_was_computed():
         "metric": "top1",
         "value": count_hits(split, [10], 0.07)[10, 1] / 90,
         "spread": None,
+        "interval": None,
         "seeds": 1,
         "images": 90,
     }

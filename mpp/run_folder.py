@@ -1,23 +1,50 @@
 """A run's folder: its recipe, what it ran on, its records; and whether the same command may go on with it."""
 
+import fcntl
 import hashlib
 import json
+import os
+import platform
+import time
 from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
-from torch.optim import Optimizer
+from torch import Tensor
 
 from mpp import checkpoint
-from mpp.checkpoint import Checkpoint
 from mpp.config import differences, dump_recipe, load_recipe
 from mpp.durable import cut_back, replace_file
 from mpp.metrics import JsonLines, commit
-from mpp.optimizer_state import load_optimizer_state, optimizer_state
-from mpp.weights import load_task, objective_config, objective_tensors, timm_config
+from mpp.optim import Extend
 
 Recipe = TypeVar("Recipe")
+_HELD: dict[Path, TextIO] = {}  # open lock files: the kernel lets go of them when the process ends
 RECORDS = ("metrics.jsonl", "results.jsonl", "trace.jsonl", "skipped.jsonl")
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks: nobody can be seen there
+    return True
+
+
+def extension(stretches: Collection[Extend]) -> str:
+    """The option that says so on a command line."""
+    told = [
+        {
+            name: value
+            for name, value in asdict(one).items()
+            if name == "steps" or value != getattr(Extend(steps=1), name)
+        }
+        for one in stretches
+    ]
+    return f"--train.extend '{json.dumps(told)}'"
 
 
 class Run:
@@ -44,28 +71,76 @@ class Run:
         something else lies here, or a run that would learn something else.
         """
         found, notes = None, list[str]()
+        self._lock()
         if self._is_begun():
             notes = self._check_same(recipe, free, facts, split_sensitive)
             checkpoint.tidy(self.path)
             found, damaged = checkpoint.newest(self.path)
             notes += [f"skipped a damaged checkpoint: {path}: {reason}" for path, reason in damaged]
             self._check_extension(recipe, found.step if found else 0)
-        for name in RECORDS:  # what lies beyond the checkpoint will be made again
-            if (self.path / name).exists():
-                cut_back(self.path / name, found.step if found else -1)
+        for file in self._records():  # what lies beyond the checkpoint will be made again
+            if found:
+                cut_back(file, found.step)
+            else:
+                file.unlink()
         self._create(recipe, facts)
         return found.path if found else None, notes
 
     def _is_begun(self) -> bool:
-        """Whether there is something to go on with. A run that never saved begins anew. ValueError if foreign."""
+        """Whether there is something to go on with. A run that never took a step begins anew. ValueError if foreign."""
         try:
             if self.recipe.is_file():
-                return (self.path / "checkpoints").is_dir()
+                return (self.path / "checkpoints").is_dir() or self._has_trained()
             if self.path.exists() and (not self.path.is_dir() or self._foreign()):
                 raise ValueError(f"out: {self.path} is not a run (no recipe.yaml in it); name another with --out")
         except OSError as error:
             raise ValueError(f"out: {self.path} cannot be used: {error}; name another with --out") from None
         return False
+
+    def _lock(self, patience: float = 20.0) -> None:
+        """One writer per folder, until this process ends, however it does. ValueError if another holds on to it.
+
+        Waits a little: a run that was stopped a moment ago may still be saving.
+        """
+        place = self.path.resolve()
+        if place in _HELD:
+            return
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            file = (place / ".lock").open("a+")
+        except OSError as error:
+            raise ValueError(f"out: {self.path} cannot be written: {error}; name another with --out") from None
+        until = time.monotonic() + patience
+        while not _locked(file.fileno()):
+            if time.monotonic() > until:
+                with file:
+                    file.seek(0)
+                    owner = file.read().strip()
+                raise ValueError(
+                    f"out: {self.path} is in use by another run ({owner}); wait for it to end, or name another folder "
+                    f"with --out"
+                )
+            time.sleep(0.2)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        _HELD[place] = file
+
+    def check(self) -> None:
+        """ValueError where no run can lie or go on; looks only."""
+        self._is_begun()
+        above = next(place for place in (self.path, *self.path.resolve().parents) if place.exists())
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise ValueError(f"out: {self.path} cannot be written: no permission in {above}; name another with --out")
+
+    def _has_trained(self) -> bool:
+        """Whether a step was recorded: a run whose checkpoints are gone is not overwritten by another recipe."""
+        return any(isinstance(row.get("step"), int) and row["step"] > 0 for row in self.metrics.read())
+
+    def _records(self) -> list[Path]:
+        """The files that grow while a run trains."""
+        files = [self.path / name for name in RECORDS]
+        return [file for file in files if file.exists()]
 
     def _foreign(self) -> list[str]:
         """What lies in the folder and was not left there by a start that was killed before its recipe was written."""
@@ -90,7 +165,10 @@ class Run:
             counts = f"{before['data']['images']:,} images before, {facts['data']['images']:,} now"
             changes.append(f"data: {counts}; names or sizes differ")
         if recipe.train.extend[: len(stored.train.extend)] != stored.train.extend:
-            changes.append("train.extend: the run was extended; stretches can be added, not changed or taken away")
+            changes.append(
+                f"train.extend: the run was extended by {extension(stored.train.extend)}; repeat that, with anything "
+                f"new added at its end"
+            )
         if split_sensitive:
             changes += [
                 f"{what}: {before[what]} -> {facts[what]} (with corruption.pool: batch or dropout this changes results)"
@@ -102,7 +180,8 @@ class Run:
             raise ValueError(
                 f"{self.path} holds a run of another recipe; these differ:\n  {listed}\n"
                 f"Take the changes back, or begin another run with --out. Its weights to begin with: "
-                f"--init {self.path}; a finished run longer: --train.extend.steps N"
+                f"--init {self.path}"
+                + ("" if stored.train.extend else "; a finished run longer: --train.extend.steps N")
             )
         names = ("threads", "processes", "device", "versions")
         return [
@@ -122,7 +201,14 @@ class Run:
 
     def _environment(self) -> dict[str, Any]:
         """What the run was begun on, or last went on on."""
-        return json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+        file = self.path / "environment.json"
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{file}: expected what the run was begun on, and it cannot be read: {error}. It says which data the "
+                f"run has learned from; put it back, or begin another run with --out"
+            ) from None
 
     def _create(self, recipe: Any, environment: dict[str, Any]) -> None:
         """Folder, environment and recipe with every value; rewritten at each start."""
@@ -135,41 +221,10 @@ class Run:
         except OSError as error:
             raise ValueError(f"out: {self.path} cannot be written: {error}; name another with --out") from None
 
-    def save(
-        self,
-        step: int,
-        task: Any,
-        optimizer: Optimizer,
-        names: list[str],
-        trainer: dict[str, Any],
-        keep_last: int,
-    ) -> None:
-        """A checkpoint, whole or not at all: a timm folder, head and mask token beside it, state/ for going on."""
-        if not self.is_main:
-            return
+    def save(self, step: int, tensors: dict[str, dict[str, Tensor]], documents: dict[str, Any], keep_last: int) -> None:
+        """A checkpoint, whole or not at all; afterwards only the last few are kept. Main process only."""
         for records in (self.metrics, self.results, self.trace, self.skipped):
             records.flush()
-        tensors, state = optimizer_state(optimizer, names)
-        checkpoint.save(
-            self.path,
-            step,
-            tensors={
-                "model.safetensors": task.backbone.model.state_dict(),
-                "objective.safetensors": objective_tensors(task),
-                "state/optimizer.safetensors": tensors,
-            },
-            documents={
-                "config.json": timm_config(task.backbone),
-                "objective.json": objective_config(task),
-                "state/trainer.json": {"trainer": trainer, "optimizer": state},
-            },
-            facts={"recipe": hashlib.sha256(self.recipe.read_bytes()).hexdigest(), "commit": commit()},
-        )
+        facts = {"recipe": hashlib.sha256(self.recipe.read_bytes()).hexdigest(), "commit": commit()}
+        checkpoint.save(self.path, step, tensors=tensors, documents=documents, facts=facts)
         checkpoint.prune(self.path, keep_last)
-
-    def load(self, found: Checkpoint, task: Any, optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
-        """Weights and optimiser as they were; the trainer's state."""
-        load_task(task, found)
-        state = found.document("state/trainer.json")
-        load_optimizer_state(optimizer, names, found.tensors("state/optimizer.safetensors"), state["optimizer"])
-        return state["trainer"]

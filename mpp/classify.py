@@ -1,0 +1,305 @@
+"""The job: supervised training of a classifier. Fine-tuning, from scratch and pretraining on labels are one thing."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpp.averaging import WeightAverage, averaged, swapped
+from mpp.backbones import build_backbone, choose_attention
+from mpp.checkpoint import Checkpoint
+from mpp.classify_recipe import FREE, SCRATCH, ClassifyConfig
+from mpp.data.budget import check_classes
+from mpp.data.loader import FixedViews, TrainingViews
+from mpp.data.order import Order
+from mpp.data.sources import Folder, Subset, open_splits, require_labels
+from mpp.evaluation.features import name_of
+from mpp.evaluation.imagenet_real import Labels, check_imagenet_classes, numbered, read_real, real_score
+from mpp.evaluation.scoring import Scored, score
+from mpp.export import classifier_tensors, timm_config
+from mpp.header import classification_header
+from mpp.inspection import confusion
+from mpp.job import Job
+from mpp.metrics import commit
+from mpp.optim import LearningRate
+from mpp.predictions import write_predictions
+from mpp.runtime import Runtime, start
+from mpp.tasks import Classification
+from mpp.trainer import Event
+from mpp.weights import load_into, load_strictly, objective_tensors
+
+BEST = "state/best.safetensors"
+AVERAGE = "state/average.safetensors"
+LIVE = "state/live.safetensors"
+STOPPING = "state/stopping.json"
+
+
+def classify(config: ClassifyConfig) -> int:
+    """Runs, or goes on with, the run in `config.out`. Returns the exit code: 0 done, 75 stopped by a signal.
+
+    ValueError for whatever in recipe, data, weights or folder cannot work, before the first step.
+    """
+    return begin(config).go()
+
+
+def begin(config: ClassifyConfig) -> "Classifying":
+    """Everything that can be refused, done; nothing is trained or written yet but the run folder's recipe."""
+    runtime = start(config.train.precision, config.train.threads, config.train.trackers, config.out)
+    return Classifying(config, runtime)
+
+
+@dataclass
+class Best:
+    """The weights with the highest validation accuracy so far; equal ones: the earliest."""
+
+    accuracy: float = -1.0
+    step: int = 0
+    without: int = 0
+    """evaluations since"""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Classifying(Job):
+    """One supervised run."""
+
+    free = FREE
+    task: Classification
+
+    def __init__(self, config: ClassifyConfig, runtime: Runtime):
+        super().__init__(config, runtime)
+        train = config.train
+        with runtime.accelerator.main_process_first():  # downloads and caches are made once
+            splits = open_splits(config.data)
+        require_labels(splits, "classification")
+        self.train, self.validation = config.labels.split(splits.train)
+        self.test, self.classes = splits.heldout, splits.train.classes or ()
+        self.data_parts, self.data_description = (splits.train.dataset, splits.heldout.dataset), splits.description
+        self.backbone = build_backbone(config.backbone, config.data.channels, train.seed)
+        self.origin = None if self._has_saved() else self._initialize()
+        choose_attention(self.backbone, runtime.device, train.precision)
+        self.task = self._make_task()
+        self.learning_rate = LearningRate(config.optim, self._planned_steps(len(self.train)), train.extend)
+        self.optimizer, self.names = config.optim.build(self.task)
+        self.real = self._read_real() if config.real else None
+        self.unlabelled = self._open_unlabelled() if config.predict else None
+        size, order = self.backbone.image_size, Order(len(self.train), train.seed)
+        self.train_views = TrainingViews(self._pictures(self.train), order, config.augment, size)
+        self._open()
+        if self.found is None and self.origin is None:  # its checkpoints were there, and none was whole
+            self.origin = self._initialize()
+        self.best = Best()
+
+    def _initialize(self) -> str:
+        """The weights to begin with, into the backbone; a sentence on them."""
+        config = self.config
+        return SCRATCH if config.init == SCRATCH else load_into(self.backbone, config.init, config.resampling)
+
+    def _make_task(self) -> Classification:
+        config = self.config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.train.seed)
+            head = config.head.build(self.backbone.embed_dim, len(self.classes))
+        return Classification(
+            self.backbone,
+            head,
+            self.classes,
+            config.pool,
+            config.loss,
+            config.mix,
+            config.frozen_blocks,
+            config.train.seed,
+        )
+
+    def _read_real(self) -> Labels:
+        """real.json, and what it needs of the data: refused now rather than after training."""
+        check_imagenet_classes(self.classes)
+        numbered(_names(self.test))
+        assert self.config.real is not None
+        return read_real(self.config.real)
+
+    def _open_unlabelled(self) -> Subset:
+        """The folder of new images."""
+        assert self.config.predict is not None
+        data = self.config.data
+        source = Folder(path=self.config.predict, channels=data.channels, range=data.range)
+        dataset = source.open("train")
+        assert dataset is not None
+        return Subset(dataset, np.arange(len(dataset)))
+
+    def _make_trainer(self):
+        trainer = super()._make_trainer()  # moves the task to its device, where its average belongs
+        self.average = WeightAverage(self.task, self.config.averaging) if self.config.averaging else None
+        return trainer
+
+    def _is_split_sensitive(self) -> bool:
+        return self.config.mix is not None or super()._is_split_sensitive()
+
+    def _header(self) -> Iterator[tuple[str, str]]:
+        parts = (self.train, self.validation, self.test)
+        yield from classification_header(self.config, parts, self.task, self.share, self.runtime, self.total_steps)
+        yield "init", self.origin or "a checkpoint of this run"
+
+    def _before_the_first_step(self) -> bool:
+        return not self.runtime.stop.agreed()
+
+    def _events(self) -> list[Event]:
+        skipped, evaluate, save = super()._events()
+        return [skipped, evaluate, Event("test", 0, self._test, last=True), save]
+
+    def _after_update(self, step: int) -> None:
+        if self.average:
+            self.average.update(step)
+
+    def _evaluate(self, step: int) -> None:
+        """Loss and accuracy on the images kept back; where none are, on the test images, which choose nothing."""
+        if self.validation is None:
+            if not self.trainer.is_last(self.total_steps):  # then it is tested anyway
+                with self._averaged():
+                    self._measure(step, "test", self.test)
+            return
+        with self._averaged():
+            accuracy = self._measure(step, "validation", self.validation)
+            if self.config.early_stopping:
+                self._keep_the_best(step, accuracy)
+        if self.config.early_stopping and self.best.without >= self.config.early_stopping.patience:
+            self.runtime.log(f"no better than at step {self.best.step:,} for {self.best.without} evaluations: stopping")
+            self.trainer.end_here()
+
+    def _keep_the_best(self, step: int, accuracy: float) -> None:
+        if accuracy > self.best.accuracy:
+            self.best = Best(accuracy, step, 0, {name: t.detach().clone() for name, t in averaged(self.task).items()})
+        else:
+            self.best.without += 1
+
+    def _measure(self, step: int, split: str, subset: Subset) -> float:
+        """A line of metrics.jsonl; top-1 accuracy."""
+        scored = self._score(split, subset)
+        counts = scored.counts(len(self.classes))
+        record = {"step": step, f"{split}_loss": scored.loss, f"{split}_accuracy": counts.top1}
+        self.files.metrics.write(record)
+        self._track(record)
+        self.runtime.log(f"step {step:,}: {split} loss {scored.loss:.4f}, accuracy {100 * counts.top1:.2f} %")
+        return counts.top1
+
+    def _score(self, where: str, subset: Subset) -> Scored:
+        views = FixedViews(self._pictures(subset), self.backbone.image_size, self.config.view)
+        self.task.eval()
+        scored = score(self.task.logits, len(self.classes), views, self.runtime)
+        self.skips.add(where, scored.skipped)
+        return scored
+
+    def _test(self, step: int) -> None:
+        """Rows of results.jsonl for the weights that are kept, and the picture of what is taken for what."""
+        began = time.perf_counter()
+        with self._kept():
+            scored = self._score("test", self.test)
+        counts, dataset = scored.counts(len(self.classes)), name_of(self.config.data)
+        setting = {"init": self.config.init, "train_images": len(self.train), "image_size": self.backbone.image_size}
+        setting |= {"view": self.config.view.kind, "crop": self.config.view.crop, "pool": self.config.pool}
+        seconds = time.perf_counter() - began
+        rows = [*counts.rows(dataset, setting, seconds), *counts.class_rows(dataset, setting, seconds, self.classes)]
+        if self.real:
+            names = [name for name, good in zip(_names(self.test), scored.good.tolist(), strict=True) if good]
+            real = real_score(scored.top[scored.good, 0], names, self.real, allow_missing=len(names) < len(self.test))
+            rows.append(real.row(dataset, setting, seconds))
+        head = {"run": str(self.files.path), "step": self.best.step or step, "backbone": "trained"}
+        for row in rows:
+            self.files.results.write(head | row | {"commit": commit()})
+        if self.runtime.is_main:
+            path = self.files.path / "pictures" / "confusion.png"
+            confusion.draw(counts.confusion.numpy(), self.classes, path, f"{dataset}, step {head['step']:,}")
+
+    def _predict(self) -> None:
+        """Classes of the new images; all processes read, one writes."""
+        assert self.unlabelled is not None
+        with self._kept():
+            scored = self._score("predict", self.unlabelled)
+        self.skips.flush()
+        path = self.config.predictions or self.files.path / "predictions.csv"
+        if self.runtime.is_main:
+            write_predictions(path, self.unlabelled, scored, self.classes)
+        bad = len(scored.good) - int(scored.good.sum())
+        told = f", {bad:,} of them unreadable" if bad else ""
+        self.runtime.log(f"{len(scored.good):,} images of {self.config.predict} classified{told}: {path}")
+
+    @contextlib.contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """The average in the place of the weights, where there is one."""
+        with self.average.applied() if self.average else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """The weights that are tested and exported: the best of a finished run, else the average, else the last."""
+        if self.best.weights and self.trainer.is_last(self.total_steps):
+            with swapped(self.task, self.best.weights):
+                yield
+        else:
+            with self._averaged():
+                yield
+
+    def _contents(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """A timm folder that classifies, where timm can; the head beside it; and what going on needs."""
+        head, config = self.task.head, self.config
+        tensors: dict[str, dict[str, Tensor]] = {}
+        live = {name: tensor.detach().cpu().clone() for name, tensor in averaged(self.task).items()}
+        with self._kept():
+            whole = classifier_tensors(self.backbone, head.last, config.pool) if head.hidden is None else None
+            model = self.backbone.model.state_dict() if whole is None else whole
+            tensors["model.safetensors"] = {name: t.detach().cpu().clone() for name, t in model.items()}
+            tensors["objective.safetensors"] = {n: t.cpu().clone() for n, t in objective_tensors(self.task).items()}
+            is_live = all(torch.equal(live[name], t.cpu()) for name, t in averaged(self.task).items())
+        if not is_live:
+            tensors[LIVE] = live
+        if self.average:
+            tensors[AVERAGE] = self.average.state()
+        if self.best.weights:
+            tensors[BEST] = self.best.weights
+        return tensors, {
+            "config.json": timm_config(self.backbone, self.classes if whole is not None else None, config.pool),
+            "objective.json": {"classes": list(self.classes), "pool": config.pool, "init": config.init},
+            STOPPING: {"accuracy": self.best.accuracy, "step": self.best.step, "without": self.best.without},
+        }
+
+    def _restore(self, found: Checkpoint) -> None:
+        where = str(found.path)
+        check_classes(found.document("objective.json")["classes"], self.classes, self.data_description)
+        load_into(self.backbone, where)
+        load_strictly(self.task.head, _under("head.", found.tensors("objective.safetensors")), where)
+        if LIVE in found.files:
+            live = averaged(self.task)
+            for name, tensor in found.tensors(LIVE).items():
+                live[name].data.copy_(tensor)
+        if self.average:
+            self.average.load(found.tensors(AVERAGE))
+        weights = found.tensors(BEST) if BEST in found.files else {}
+        self.best = Best(**found.document(STOPPING), weights={n: t.to(self.runtime.device) for n, t in weights.items()})
+
+    def _tell_the_end(self) -> None:
+        run, log = self.files.path, self.runtime.log
+        log(f"\nfinished: step {self.trainer.step:,} in {run}; pictures in {run / 'pictures'}")
+        if len(self.skips):
+            log(f"{len(self.skips):,} pictures could not be used: {self.skips.file.path}")
+        for row in self.files.results.read():
+            if row["metric"] != "class_accuracy":
+                log(f"{row['dataset']} test, {row['metric']}: {100 * row['value']:.2f} % of {row['images']:,} images")
+        if self.unlabelled:
+            self._predict()
+        folder = run / "checkpoints" / f"{self.trainer.step:08}"
+        log("\nnext:")
+        log(f"  open it in timm:         timm.create_model('local-dir:{folder}', pretrained=True)")
+        log("  classify new images:     the same command with --predict DIR")
+        log(f"  train this run longer:   the same command with {self._longer()}")
+
+
+def _names(subset: Subset) -> list[str]:
+    return [subset.dataset.name(int(id)) for id in subset.ids]
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

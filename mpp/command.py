@@ -1,0 +1,95 @@
+"""A command line: a recipe, a job, its mistakes in one line, its exit code."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+EXIT_FAILED = 1  # once it had begun: numbers that are not finite, data that went bad
+EXIT_MISTAKE = 2  # in recipe, data or folder, before the first step
+
+
+def run(name: str, read: Callable[[list[str]], Any]) -> int:
+    """Runs the job that `read` makes of the command line; the exit code. What went wrong is told in one line."""
+    argv = sys.argv[1:]
+    if {"-h", "--help"} & set(argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
+    try:
+        job = read(argv)
+    except ValueError as error:
+        return told(name, error, EXIT_MISTAKE)
+    try:
+        return job.go()
+    except (ValueError, FloatingPointError) as error:
+        return told(name, error, EXIT_FAILED)
+
+
+def told(name: str, error: Exception, code: int) -> int:
+    """The message on stderr, once for all processes."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{name}: {error}", file=sys.stderr)
+    return code
+
+
+def pretrain_command(doc: str, default: Path) -> int:
+    """tools/pretrain_mpp.py."""
+
+    def read(argv: list[str]) -> Any:
+        from mpp.pretrain import PretrainConfig, begin
+
+        return begin(training_recipe(PretrainConfig, argv, doc, default))
+
+    return run("pretrain_mpp", read)
+
+
+def classify_command(name: str, doc: str) -> int:
+    """tools/finetune.py and tools/pretrain_supervised.py: one job, told apart by their recipes."""
+
+    def read(argv: list[str]) -> Any:
+        from mpp.classify import ClassifyConfig, begin
+
+        return begin(training_recipe(ClassifyConfig, argv, doc))
+
+    return run(name, read)
+
+
+def evaluate_command(doc: str) -> int:
+    """tools/evaluate.py."""
+
+    def read(argv: list[str]) -> Any:
+        from mpp.evaluate import EvaluateConfig, begin
+
+        return begin(*named(EvaluateConfig, argv, doc, "weights: a run, a checkpoint, a timm folder, or timm:NAME"))
+
+    return run("evaluate", read)
+
+
+def ladder_command(doc: str) -> int:
+    """tools/ladder.py."""
+
+    def read(argv: list[str]) -> Any:
+        from mpp.ladder import LadderConfig, begin
+
+        return begin(*named(LadderConfig, argv, doc, "pretraining run"))
+
+    return run("ladder", read)
+
+
+def training_recipe(kind: type, argv: list[str], doc: str, default: Path | None = None) -> Any:
+    """The checked recipe of a training job, with a run folder."""
+    from mpp.config import load_recipe, recipe_path
+
+    config = load_recipe(kind, argv, doc, default=default)
+    return config if config.out is not None else replace(config, out=Path("runs") / recipe_path(argv, default).stem)
+
+
+def named(kind: type, argv: list[str], doc: str, what: str) -> tuple[str, Any]:
+    """The first word of a command line, and the recipe that the rest names."""
+    from mpp.config import load_recipe
+
+    if not {"-h", "--help"} & set(argv) and (not argv or argv[0].startswith("-")):
+        raise ValueError(f"the first word names the {what}; got {argv[0] if argv else 'nothing'}")
+    return argv[0] if argv else "", load_recipe(kind, argv[1:] if argv[:1] != ["--help"] else argv, doc)

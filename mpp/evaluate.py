@@ -1,0 +1,141 @@
+"""The job: frozen-feature evaluation of any weights, beside the same network untrained."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt, MinLen
+
+from mpp.architectures import ImageSize
+from mpp.backbones import Backbone, build_backbone, choose_attention, create_backbone
+from mpp.classify_recipe import ClassifyConfig
+from mpp.config import RecipeError, load_recipe
+from mpp.data.skipped import SkipList
+from mpp.data.sources import Source, open_splits
+from mpp.evaluation.features import Features, check, evaluate
+from mpp.evaluation.kinds import Evaluation
+from mpp.evaluation.knn import KNN
+from mpp.metrics import JsonLines, commit, comparison
+from mpp.positions import Resampling
+from mpp.pretrain_recipe import PretrainConfig
+from mpp.runtime import Precision, Runtime, start
+from mpp.weights import checkpoint_at, load_backbone
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Frozen-feature evaluation."""
+
+    out: Path | None = None
+    """folder of results.jsonl; null = the run's own, runs/evaluate_<weights> for other weights"""
+    data: Source | None = None
+    """labelled images; null = those of the run"""
+    image_size: ImageSize | None = None
+    """pixels, or [height, width]; null = that of the weights"""
+    resampling: Resampling = "bilinear-corners"
+    """how position embeddings are interpolated for another image_size"""
+    baseline: Literal["none", "random"] = "none"
+    """random: the same network with untrained weights in the same table"""
+    evaluations: Annotated[tuple[Evaluation, ...], MinLen(1)] = field(default_factory=lambda: (KNN(),))
+    """what is measured"""
+    precision: Precision = "fp32"
+    """of the backbone; fp16 is refused on a CPU"""
+    threads: Annotated[int, Gt(0)] | None = None
+    """CPU threads per process; null = cores / processes"""
+
+
+def begin(weights: str, config: EvaluateConfig) -> "Evaluating":
+    """Everything that can be refused, done. ValueError for whatever in weights, recipe or data cannot work."""
+    return Evaluating(weights, config, start(config.precision, config.threads))
+
+
+class Evaluating:
+    """One evaluation of some weights."""
+
+    def __init__(self, weights: str, config: EvaluateConfig, runtime: Runtime):
+        self.weights, self.config, self.runtime = weights, config, runtime
+        self.run = run_of(weights)
+        self.recipe = None if self.run is None else recipe_of(self.run)
+        self.out = config.out or self.run or Path("runs") / f"evaluate_{Path(weights.replace(':', '_')).name}"
+        data = config.data or (self.recipe.data if self.recipe else None)
+        if data is None:
+            raise ValueError("data: needed, as these weights bring no recipe; name labelled images, --data.path DIR")
+        self.data: Any = data
+        channels = {source.channels for source in self._sources()}
+        if len(channels) > 1:
+            raise ValueError(f"evaluations: data of {sorted(channels)} channels; expected the same for all")
+        with runtime.accelerator.main_process_first():
+            self.opened = {repr(source): open_splits(source) for source in self._sources()}
+            self.backbone = load_backbone(
+                weights, image_size=config.image_size, resampling=config.resampling, channels=channels.pop()
+            )
+        for evaluation in config.evaluations:
+            check(evaluation, self.opened[repr(evaluation.data or self.data)], self.backbone)
+
+    def go(self) -> int:
+        """Rows of results.jsonl and a table; 0."""
+        say = self.runtime.log
+        say(f"weights    {self.backbone.origin}")
+        say(f"data       {self.opened[repr(self.data)].description}")
+        file = JsonLines(self.out / "results.jsonl", self.runtime.is_main)
+        if self.runtime.is_main:
+            self.out.mkdir(parents=True, exist_ok=True)
+        backbones = {"trained": self.backbone}
+        if self.config.baseline == "random":
+            backbones = {"untrained": self._untrained(), **backbones}
+        rows = []
+        for which, backbone in backbones.items():
+            rows += self._rows(which, backbone)
+        for row in rows:
+            file.write(row)
+        say(f"\n{comparison(rows)}\n\n{len(rows)} rows added to {file.path}")
+        return 0
+
+    def _sources(self) -> list[Any]:
+        return [self.data, *(e.data for e in self.config.evaluations if e.data is not None)]
+
+    def _rows(self, which: str, backbone: Backbone) -> list[dict[str, Any]]:
+        backbone = backbone.to(self.runtime.device)
+        choose_attention(backbone, self.runtime.device, self.config.precision)
+        features = Features(backbone, self.runtime, self.config.evaluations, self.data, self.opened)
+        head = {"run": str(self.run or self.weights), "step": step_of(self.run, self.weights), "backbone": which}
+        size = list(backbone.image_size)
+        rows = [
+            head | row | {"image_size": size, "commit": commit()} for row in evaluate(self.config.evaluations, features)
+        ]
+        skips = SkipList(JsonLines(self.out / "skipped.jsonl", self.runtime.is_main), self.runtime.gather_objects)
+        for where, skip in features.skipped:
+            skips.add(where, [skip])
+        skips.flush()
+        return rows
+
+    def _untrained(self) -> Backbone:
+        """The network before its first step: of a run that began from nothing exactly that, else of seed 0."""
+        own = self.backbone
+        if self.recipe is not None:
+            spec = replace(self.recipe.backbone, image_size=own.image_size)
+            return build_backbone(spec, own.channels, self.recipe.train.seed)
+        return create_backbone(own.name, own.arguments, own.channels, tuple(own.mean.tolist()), tuple(own.std.tolist()))
+
+
+def run_of(weights: str) -> Path | None:
+    """The run folder that a spec names by itself or by one of its checkpoints; None for other weights."""
+    path = Path(weights)
+    places = (path, path.parent.parent)
+    return next((place for place in places if (place / "recipe.yaml").is_file()), None) if path.is_dir() else None
+
+
+def recipe_of(run: Path) -> PretrainConfig | ClassifyConfig:
+    """The recipe that a run was made with, of whichever job. ValueError if it is neither's."""
+    errors = []
+    for kind in (PretrainConfig, ClassifyConfig):
+        try:
+            return load_recipe(kind, [str(run / "recipe.yaml")])
+        except RecipeError as error:
+            errors.append(str(error))
+    raise ValueError(f"{run / 'recipe.yaml'} is no recipe of a run: {min(errors, key=len)}")
+
+
+def step_of(run: Path | None, weights: str) -> int | None:
+    """The training step of a run's weights."""
+    return None if run is None else checkpoint_at(Path(weights)).step

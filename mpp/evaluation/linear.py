@@ -1,0 +1,312 @@
+"""Linear probe: softmax regression on cached frozen features, its setting chosen on a slice of train (METHOD.md 4)."""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt, Lt, MinLen
+from pydantic import Field
+from torch import Tensor
+
+from mpp.chance import Purpose, seed_of
+from mpp.data.order import Order
+from mpp.data.sources import Source
+from mpp.evaluation.fewshot import Shots, Whitening, check_shots, draw, fit_whitening
+from mpp.evaluation.knn import check_features, check_labels, repeats
+from mpp.evaluation.scores import (
+    at_edge,
+    check_can_hold_back,
+    check_learned,
+    choose,
+    hits,
+    hold_back,
+    summary,
+    tops_of,
+)
+from mpp.optim import curve
+
+if TYPE_CHECKING:
+    from mpp.evaluation.features import Features, Split
+
+Positive = Annotated[float, Gt(0)]
+BLOCK = 8192  # rows of logits at a time: a thousand classes and a million images would not fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class LBFGS:
+    """Multinomial logistic regression, solved to a tolerance in float64: nothing to tune but the penalty.
+
+    Holds the train features in float64; for a million images `sgd` is the one to take.
+    """
+
+    kind: Literal["lbfgs"] = "lbfgs"
+    l2: Annotated[tuple[Positive, ...], MinLen(1)] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+    """penalties l2 / 2 * |W|^2 beside the mean cross-entropy, the bias free: sklearn's C is 1 / (l2 * images)"""
+    tolerance: Positive = 1e-5
+    """converged: no entry of the gradient is larger"""
+    max_iterations: Annotated[int, Ge(1)] = 1000
+    """for each penalty; what has not converged by then is marked so in its row"""
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        yield from repeats(l2=self.l2)
+
+    @property
+    def sweep(self) -> tuple[str, tuple[float, ...]]:
+        return "l2", tuple(sorted(self.l2))
+
+    def fit(
+        self, x: Tensor, y: Tensor, classes: int, l2: Sequence[float], seed: int, device: torch.device
+    ) -> "list[Fit]":
+        """A fit per penalty, in their order; from the largest down, each begins where the last ended."""
+        whiten = fit_whitening(x)
+        rows = _with_ones(whiten, x)
+        weight, fits = torch.zeros(rows.shape[1], classes, dtype=torch.float64), {}
+        for penalty in sorted(l2, reverse=True):
+            weight, gradient = _minimized(rows, y, weight, penalty, self.max_iterations, self.tolerance)
+            loss, _ = cross_entropy(rows, y, weight, classes)
+            fits[penalty] = Fit(whiten, weight, float(loss), gradient <= self.tolerance)
+        return [fits[penalty] for penalty in l2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD:
+    """Softmax regression by momentum SGD, all learning rates of a sweep trained at once on the same batches."""
+
+    kind: Literal["sgd"] = "sgd"
+    learning_rates: Annotated[tuple[Positive, ...], MinLen(1)] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+    """absolute; each falls to 0 along half a cosine"""
+    epochs: Annotated[int, Ge(1)] = 100
+    """passes over the train features"""
+    batch_size: Annotated[int, Ge(1)] = 1024
+    """features per update; where there are fewer, all of them"""
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        yield from repeats(learning_rates=self.learning_rates)
+
+    @property
+    def sweep(self) -> tuple[str, tuple[float, ...]]:
+        return "learning_rate", tuple(sorted(self.learning_rates))
+
+    def fit(
+        self, x: Tensor, y: Tensor, classes: int, rates: Sequence[float], seed: int, device: torch.device
+    ) -> "list[Fit]":
+        """A fit per learning rate, in their order; which features make a batch is a function of (seed, position)."""
+        whiten = fit_whitening(x)
+        rows = torch.cat([_with_ones(whiten, part).float() for part in x.split(BLOCK)]).to(device)
+        y = y.to(device)
+        weights = self._descended(rows, y, classes, torch.tensor(rates, device=device), seed)
+        losses = cross_entropy(rows, y, weights, classes)[0].tolist()
+        weights = weights.unflatten(1, (-1, classes)).double().cpu()
+        return [Fit(whiten, weights[:, i], loss) for i, loss in enumerate(losses)]
+
+    def _descended(self, rows: Tensor, y: Tensor, classes: int, rates: Tensor, seed: int) -> Tensor:
+        """From 0, (D, L * classes) after all epochs: L linear maps side by side, so that one product serves all."""
+        count, size = len(rows), min(self.batch_size, len(rows))
+        steps, order = math.ceil(self.epochs * count / size), Order(count, seed_of(seed, Purpose.PROBE))
+        weights = torch.zeros(rows.shape[1], len(rates) * classes, device=rows.device)
+        speed, rates = torch.zeros_like(weights), rates.repeat_interleave(classes)
+        stretch = max(1, count // size)  # the order of about an epoch at once: its hash costs as much for one position
+        for step in range(steps):
+            if step % stretch == 0:
+                drawn = order.at(torch.arange(step * size, (step + stretch) * size))[1].to(rows.device).split(size)
+            batch = drawn[step % stretch]
+            _, gradient = cross_entropy(rows[batch], y[batch], weights, classes)
+            speed.mul_(self.momentum).add_(gradient)
+            weights.addcmul_(speed, rates, value=-curve(step, steps, "cosine", 1.0, 0.0, 0))
+        return weights
+
+
+Solver = Annotated[LBFGS | SGD, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearProbe:
+    """Accuracy of a linear classifier on cached frozen features, standardised by the train images' statistics.
+
+    With more than one setting in the solver's sweep the best is chosen on a slice of train, and fitted again on all of
+    it; test is looked at once, at the end.
+    """
+
+    kind: Literal["linear"] = "linear"
+    data: Source | None = None
+    """labelled images to evaluate on; null: those of the pretraining"""
+    pool: Annotated[tuple[Literal["mean", "cls"], ...], MinLen(1)] = ("mean",)
+    """features: mean of the patch tokens, class token, or both in turn"""
+    layers: Annotated[tuple[int, ...], MinLen(1)] = (-1,)
+    """blocks after which features are taken; -1 is the last"""
+    shots: Annotated[tuple[Shots, ...], MinLen(1)] = ("all",)
+    """train images per class; all: the full train split"""
+    seeds: Annotated[int, Ge(1)] = 1
+    """draws of images, slices and orders; value, spread and interval are over them"""
+    validation: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """share of the train images of each class on which the setting is chosen"""
+    solver: Solver = field(default_factory=LBFGS)
+    """how the classifier is found, and what is swept"""
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        yield from repeats(pool=self.pool, layers=self.layers, shots=self.shots)
+        if 1 in self.shots and len(self.solver.sweep[1]) > 1:
+            yield "shots", "1 leaves no train image to choose a setting on; give the solver one value, or more shots"
+
+    def check(self, split: "Split") -> None:
+        """ValueError for what cannot be evaluated; reads only train_y, test_y, classes and name."""
+        check_labels(split)
+        check_shots(split, max((shots for shots in self.shots if shots != "all"), default=1))
+        if len(self.solver.sweep[1]) > 1:
+            check_can_hold_back(split.train_y, split.name)
+
+    def __call__(self, features: "Features") -> Iterator[dict[str, Any]]:
+        """One row per pool, layer, shots and metric; `chosen`: per seed, what was chosen, by which score, and how
+        the fit ended. `seconds`: all seeds and settings, without the features.
+        """
+        for pool in self.pool:
+            for layer in self.layers:
+                split = features.get(self.data, pool, layer)
+                self.check(split)
+                check_features(split)
+                check_varies(split)
+                for shots in self.shots:
+                    yield from self._rows(features, split, shots, {"pool": pool, "layer": layer})
+
+    def _rows(
+        self, features: "Features", split: "Split", shots: Shots, where: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        started, images, tops = time.perf_counter(), len(split.test_y), tops_of(len(split.classes))
+        setting = {"shots": shots, "solver": self.solver.kind, **where}
+        results = [self._probed(split, shots, seed, features.runtime.device) for seed in range(self._seeds(shots))]
+        chosen = [one for _, one in results]
+        seconds = round(time.perf_counter() - started, 3)
+        if not all(one.get("converged", True) for one in chosen):
+            limit = getattr(self.solver, "max_iterations", None)
+            features.runtime.log(f"note       linear on {split.name}, {setting}: not converged in {limit} iterations")
+        for place, top in enumerate(tops):
+            yield {
+                "evaluation": self.kind,
+                "dataset": split.name,
+                "setting": setting,
+                "metric": f"top{top}",
+                **summary([int(right[place]) / images for right, _ in results]),
+                "images": images,
+                "seconds": seconds,
+                "chosen": chosen,
+            }
+
+    def _seeds(self, shots: Shots) -> int:
+        """Every seed would give the same where nothing is drawn: neither images, nor a slice, nor an order."""
+        drawn = shots != "all" or len(self.solver.sweep[1]) > 1 or isinstance(self.solver, SGD)
+        return self.seeds if drawn else 1
+
+    def _probed(self, split: "Split", shots: Shots, seed: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+        """Hits on test for each top, and what was chosen on the way."""
+        ids = draw(split.train_y, shots, seed)
+        x, y, classes = split.train_x[ids], split.train_y[ids], len(split.classes)
+        name, settings = self.solver.sweep
+        best, score = 0, None
+        if len(settings) > 1:
+            held = hold_back(y, ids, self.validation, seed)
+            fits = self.solver.fit(x[~held], y[~held], classes, settings, seed, device)
+            scores = [fit.top1(x[held], y[held]) for fit in fits]
+            best = choose(scores)
+            score = scores[best]
+        fit = self.solver.fit(x, y, classes, settings[best : best + 1], seed, device)[0]
+        check_learned(fit.loss, classes, f"linear on {split.name}, {name} {settings[best]:g}")
+        chosen = {name: settings[best], "validation": score, "at_edge": at_edge(best, len(settings))}
+        chosen |= {"train_loss": fit.loss} | ({} if fit.converged is None else {"converged": fit.converged})
+        return fit.hits(split.test_x, split.test_y, tops_of(classes)), chosen
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A linear classifier. weight: float64 (D + 1, classes), the last row the bias. loss: mean over train, no penalty.
+
+    converged: null where the solver has no such notion.
+    """
+
+    whiten: Whitening
+    weight: Tensor
+    loss: float
+    converged: bool | None = None
+
+    def scores(self, x: Tensor) -> Tensor:
+        """float32 (M, D) -> float64 (M, classes)."""
+        return _with_ones(self.whiten, x) @ self.weight
+
+    def hits(self, x: Tensor, y: Tensor, tops: Sequence[int]) -> Tensor:
+        """How many of the images have their class among the first `top`, for each top."""
+        blocks = zip(x.split(BLOCK), y.split(BLOCK), strict=True)
+        return torch.stack([hits(self.scores(rows), truth, tops) for rows, truth in blocks]).sum(0)
+
+    def top1(self, x: Tensor, y: Tensor) -> float:
+        return int(self.hits(x, y, (1,))) / len(y)
+
+
+def cross_entropy(rows: Tensor, y: Tensor, weight: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Mean softmax cross-entropy of L classifiers, (L,), and its gradient, like weight.
+
+    rows (N, D), y int64 (N,), weight (D, L * classes), the classifiers side by side.
+
+        dloss/dlogits = softmax(logits) - onehot(y)
+    """
+    loss, gradient = 0.0, torch.zeros_like(weight)
+    for part, truth in zip(rows.split(BLOCK), y.split(BLOCK), strict=True):
+        logits = (part @ weight).unflatten(1, (-1, classes))
+        logs = logits.log_softmax(-1)
+        index = truth[:, None, None].expand(-1, logs.shape[1], 1)
+        loss = loss - logs.gather(2, index).sum((0, 2))
+        slope = logs.exp().scatter_add_(2, index, torch.full_like(logs[..., :1], -1.0))
+        gradient.addmm_(part.T, slope.flatten(1))
+    assert isinstance(loss, Tensor)
+    return loss / len(rows), gradient / len(rows)
+
+
+def _minimized(
+    rows: Tensor, y: Tensor, start: Tensor, l2: float, iterations: int, tolerance: float
+) -> tuple[Tensor, float]:
+    """The weight that makes cross-entropy + l2 / 2 * |W|^2 smallest, and the largest entry of the gradient there."""
+    weight = start.clone().requires_grad_()
+    penalty = torch.full((len(start), 1), l2, dtype=start.dtype)
+    penalty[-1] = 0  # the bias
+
+    def loss() -> Tensor:
+        with torch.no_grad():
+            value, gradient = cross_entropy(rows, y, weight, weight.shape[1])
+            weight.grad = gradient + penalty * weight
+            return value.sum() + (penalty * weight.square()).sum() / 2
+
+    # No stop where the loss hardly changes (only where it does not at all, in float64): the gradient tells the bottom.
+    solver = torch.optim.LBFGS(
+        [weight],
+        max_iter=iterations,
+        max_eval=2 * iterations,
+        tolerance_grad=tolerance,
+        tolerance_change=1e-300,
+        history_size=20,
+        line_search_fn="strong_wolfe",
+    )
+    solver.step(loss)  # pyright: ignore
+    loss()
+    assert weight.grad is not None
+    return weight.detach(), float(weight.grad.abs().max())
+
+
+def _with_ones(whiten: Whitening, x: Tensor) -> Tensor:
+    """float64 (N, D + 1): standardised features (few-shot's rule for columns that hardly vary), and 1 for the bias."""
+    rows = whiten(x)
+    rows[:, -1] = 1.0
+    return rows
+
+
+def check_varies(split: "Split") -> None:
+    """ValueError where no feature differs between train images by more than float32's rounding."""
+    x = split.train_x
+    middle = x.double().mean(0)
+    spread = torch.stack([(rows.double() - middle).abs().amax(0) for rows in x.split(BLOCK)]).amax(0)
+    if not (spread > 1e-6 * middle.abs()).any():
+        raise ValueError(
+            f"evaluation on {split.name}: all {len(x)} train images have the same features; the backbone has "
+            f"collapsed, or was given the same picture every time"
+        )

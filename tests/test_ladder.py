@@ -1,0 +1,102 @@
+"""The ladder: one command from a pretraining run to the table, resumed row by row."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mpp import ladder as job
+from mpp import pretrain as pretraining
+from mpp.config import load_recipe
+from mpp.ladder import LadderConfig
+from mpp.pretrain_recipe import PretrainConfig
+
+PRETRAIN = """
+backbone: {kind: vit, patch_size: 8, image_size: 32, embed_dim: 32, depth: 2, num_heads: 2}
+optim: {lr: 1.0e-3, warmup_steps: 1}
+train: {steps: 4, batch_size: 8, threads: 1}
+heldout: {images: 10, train_images: 20, pictures: 0, min_information: 0}
+"""
+LADDER = """
+budgets: [2, all]
+seeds: 2
+frozen: [{kind: knn, k: [3]}]
+learning_rates: [1.0e-3, 3.0e-3]
+choose_on: 0.34
+finetune:
+  augment: {crop: {kind: shifted_crop, padding: 2}}
+  view: {crop: 1.0}
+  optim: {kind: adamw, lr: 1.0e-3, warmup_steps: 1}
+  train: {steps: 6, batch_size: 6, threads: 1, log_every: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ladder")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 8), ("test", 4)):
+        for number, name in enumerate("abc"):
+            (folder / "data" / split / name).mkdir(parents=True)
+            for index in range(count):
+                pixels = rng.integers(0, 120, (34, 34, 3), dtype=np.uint8) + np.uint8(50 * number)
+                Image.fromarray(pixels).save(folder / "data" / split / name / f"{index}.png")
+    (folder / "recipe.yaml").write_text(PRETRAIN)
+    words = ["--data.kind=class_folders", f"--data.path={folder / 'data'}", f"--out={folder / 'run'}"]
+    assert pretraining.pretrain(load_recipe(PretrainConfig, [str(folder / "recipe.yaml"), *words])) == 0
+    (folder / "ladder.yaml").write_text(LADDER)
+    return folder / "run"
+
+
+def config(run, out, *words) -> LadderConfig:
+    return load_recipe(LadderConfig, [str(run.parent / "ladder.yaml"), f"--out={out}", *words])
+
+
+def test_the_table_holds_every_method_and_the_same_command_goes_on(run, tmp_path, capsys):
+    asked = config(run, tmp_path / "out")
+    assert job.begin(str(run), asked).go() == 0
+    told = capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "out" / "ladder.jsonl").read_text().splitlines()]
+    methods = {row["method"] for row in rows}
+    assert methods == {
+        "few-shot, untrained features",
+        "few-shot, trained features",
+        "fine-tuned, mpp",
+        "fine-tuned, scratch",
+        "fine-tuned, scratch, total compute",
+    }
+    assert {row["budget"] for row in rows} == {2, "all"} and "gain over scratch, 2 per class" in told
+    assert (tmp_path / "out" / "ladder.png").stat().st_size > 5000
+    longer = load_steps(tmp_path / "out" / "runs" / "scratch_total_compute_2_seed1")
+    assert longer == 6 + round(4 * 8 / 6)
+    states = {file: file.read_bytes() for file in (tmp_path / "out").rglob("manifest.json")}
+    assert len(states) == 2 * 2 + 3 * 2 * 2  # the sweep of two starts, then every start, budget and seed
+    assert job.begin(str(run), asked).go() == 0
+    assert states == {file: file.read_bytes() for file in (tmp_path / "out").rglob("manifest.json")}
+
+
+def load_steps(folder: Path) -> int:
+    return max(int(place.name) for place in (folder / "checkpoints").iterdir())
+
+
+def test_starts_differ_in_their_weights_alone(run, tmp_path):
+    ladder = job.begin(str(run), config(run, tmp_path / "out"))
+    mpp, scratch = (ladder._config(start, 2, 1, 1e-3) for start in ladder.starts[:2])
+    assert (mpp.init, scratch.init) == (str(run), "scratch")
+    from dataclasses import replace
+
+    assert replace(mpp, init="scratch", out=scratch.out) == scratch
+    assert (mpp.labels.count, mpp.labels.seed, mpp.train.seed, mpp.labels.validation) == (2, 1, 1, 0)
+    assert mpp.backbone.embed_dim == 32
+
+
+def test_total_compute_counts_tokens(run, tmp_path):
+    ladder = job.begin(str(run), config(run, tmp_path / "out", "--image_size=64"))
+    assert ladder.starts[2].more_steps == round(4 * 8 / 4 / 6)
+
+
+def test_what_is_no_pretraining_run_is_refused(run, tmp_path):
+    with pytest.raises(ValueError, match="no pretraining run"):
+        job.begin(str(run.parent / "data"), config(run, tmp_path / "out"))
