@@ -24,7 +24,7 @@ def _signals_as_they_were():
     """A run inside a test installs its stop signal; the next test must get Ctrl-C back."""
     import signal
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):

@@ -269,3 +269,13 @@ def test_a_failed_replacement_leaves_the_old_one(tmp_path, monkeypatch):
 def test_checking_needs_no_torch():
     code = "import sys, mpp.checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
+
+
+def test_what_has_no_checkpoint_is_called_what_it_is(tmp_path, capsys):
+    from mpp.checkpoint import main
+
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "neither a run nor a checkpoint" in capsys.readouterr().out
+    (tmp_path / "recipe.yaml").write_text("")
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "has not saved yet" in capsys.readouterr().out

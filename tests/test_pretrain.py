@@ -617,3 +617,12 @@ def test_few_held_out_pictures_are_remarked(recipe):
     config = recipe("--train.steps=3")
     assert pretrain(config) == 0
     assert "few pictures are held out (1)" in (config.out / "train.log").read_text()
+
+
+def test_the_bar_reaches_the_last_step(recipe, monkeypatch):
+    from mpp.progress import Progress
+
+    ticks = []
+    monkeypatch.setattr(Progress, "tick", lambda self, step: ticks.append(step))
+    assert pretrain(recipe("--train.steps=3")) == 0
+    assert ticks == [1, 2, 3]

@@ -64,7 +64,7 @@ class TestStop:
         monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
         monkeypatch.delenv("LOCAL_RANK", raising=False)
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
     def test_one_signal_asks_and_the_second_leaves(self, number):
         stop = StopSignal()
         assert not stop.agreed()
@@ -81,3 +81,9 @@ class TestStop:
         assert stop.agreed() and self.exits == []
         signal.raise_signal(signal.SIGINT)
         assert self.exits == [130]
+
+
+def test_nohup_stays_nohup():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    StopSignal()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
