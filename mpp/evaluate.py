@@ -12,14 +12,15 @@ from mpp.classify_recipe import ClassifyConfig
 from mpp.config import RecipeError, load_recipe
 from mpp.data.skipped import SkipList
 from mpp.data.sources import Source, open_splits
+from mpp.evaluation.classifier import StoredClassifier
 from mpp.evaluation.features import Features, check, evaluate
-from mpp.evaluation.kinds import Evaluation
+from mpp.evaluation.kinds import AnyEvaluation
 from mpp.evaluation.knn import KNN
 from mpp.metrics import JsonLines, commit, comparison
 from mpp.positions import Resampling
 from mpp.pretrain_recipe import PretrainConfig
 from mpp.runtime import Precision, Runtime, start
-from mpp.weights import checkpoint_at, load_backbone
+from mpp.weights import checkpoint_at, load_backbone, stored_classifier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class EvaluateConfig:
     """how position embeddings are interpolated for another image_size"""
     baseline: Literal["none", "random"] = "none"
     """random: the same network with untrained weights in the same table"""
-    evaluations: Annotated[tuple[Evaluation, ...], MinLen(1)] = field(default_factory=lambda: (KNN(),))
+    evaluations: Annotated[tuple[AnyEvaluation, ...], MinLen(1)] = field(default_factory=lambda: (KNN(),))
     """what is measured"""
     precision: Precision = "fp32"
     """of the backbone; fp16 is refused on a CPU"""
@@ -69,8 +70,12 @@ class Evaluating:
             self.backbone = load_backbone(
                 weights, image_size=config.image_size, resampling=config.resampling, channels=channels.pop()
             )
+        self.classifier = stored_classifier(weights, self.backbone)
         for evaluation in config.evaluations:
-            check(evaluation, self.opened[repr(evaluation.data or self.data)], self.backbone)
+            splits = self.opened[repr(evaluation.data or self.data)]
+            check(evaluation, splits, self.backbone)
+            if isinstance(evaluation, StoredClassifier):
+                evaluation.check_classifier(self.classifier, splits.train.classes or (), splits.description)
 
     def go(self) -> int:
         """Rows of results.jsonl and a table; 0."""
@@ -98,6 +103,7 @@ class Evaluating:
         backbone = backbone.to(self.runtime.device)
         choose_attention(backbone, self.runtime.device, self.config.precision)
         features = Features(backbone, self.runtime, self.config.evaluations, self.data, self.opened)
+        features.classifier = self.classifier if which == "trained" else None
         head = {"run": str(self.run or self.weights), "step": step_of(self.run, self.weights), "backbone": which}
         size = list(backbone.image_size)
         rows = [

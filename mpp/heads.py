@@ -1,6 +1,7 @@
 """Classification heads on pooled features: one linear map, or the paper's hidden tanh layer before it."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -53,6 +54,14 @@ class Head(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return self.last(features if self.hidden is None else self.hidden(features).tanh())
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A head on its backbone. logits: images uint8 (B, C, H, W) on the device -> (B, classes)."""
+
+    classes: tuple[str, ...]
+    logits: Callable[[Tensor], Tensor]
 
 
 def _last(width: int, classes: int, std: float | None, bias: float) -> nn.Linear:

@@ -293,3 +293,36 @@ def test_a_class_that_train_lacks_is_refused_by_name(recipe, pictures, tmp_path)
     shutil.rmtree(copy / "train" / "grey")
     with pytest.raises(ValueError, match="grey|classes"):
         job.begin(recipe(f"--data.path={copy}"))
+
+
+def test_the_stored_classifier_scores_other_images_only_if_their_classes_are_its_own(recipe, pictures, tmp_path):
+    import shutil
+
+    from mpp import evaluate
+    from mpp.evaluate import EvaluateConfig
+
+    config = recipe("--train.steps=40", "--head.kind=mlp", "--averaging.decay=0.8")
+    assert job.classify(config) == 0
+
+    def scored(data: Path, out: str) -> dict:
+        words = ["--evaluations=[{kind: classifier, view: {crop: 1.0}}]", "--baseline=random", "--threads=1"]
+        words += ["--data.kind=class_folders", f"--data.path={data}", f"--out={tmp_path / out}"]
+        assert evaluate.begin(str(config.out), load_recipe(EvaluateConfig, words)).go() == 0
+        return {row["metric"]: row["value"] for row in lines(tmp_path / out, "results.jsonl")}
+
+    assert scored(pictures, "same")["top1"] == score(config.out) == 1.0
+    other = tmp_path / "other"
+    shutil.copytree(pictures, other)
+    for split in ("train", "test"):
+        (other / split / "grey").rename(other / split / "medium")
+    with pytest.raises(ValueError, match="missing 'grey'; extra 'medium'"):
+        scored(other, "other")
+
+
+def test_weights_without_a_classifier_cannot_classify(pretrained, pictures):
+    from mpp import evaluate
+    from mpp.evaluate import EvaluateConfig
+
+    words = ["--evaluations=[{kind: classifier}]", "--threads=1"]
+    with pytest.raises(ValueError, match="hold no classifier"):
+        evaluate.begin(str(pretrained), load_recipe(EvaluateConfig, words))

@@ -11,6 +11,7 @@ from mpp.backbones import Backbone, Pool
 from mpp.data.dataset import SourceFields
 from mpp.data.loader import FixedViews, Pictures, Skipped, chunks_of, fixed_batches
 from mpp.data.sources import Splits, Subset, open_splits, require_labels
+from mpp.heads import Classifier
 from mpp.runtime import Runtime
 
 CHUNK = 64  # images per forward pass, fixed: digits must not depend on the number of processes
@@ -48,6 +49,7 @@ class Features:
         self.evaluations, self.splits = evaluations, {} if splits is None else splits
         self.names = names_of([default, *(e.data for e in evaluations if e.data is not None)])
         self.skipped: list[tuple[str, Skipped]] = []
+        self.classifier: Classifier | None = None
         self._done: dict[Any, dict[tuple[Pool, int], Split]] = {}
 
     def get(self, source: Any, pool: Pool, layer: int) -> Split:

@@ -1,0 +1,64 @@
+"""The classifier of a finished fine-tuning on other labelled images; its classes must be theirs, in the same order."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mpp.data.budget import check_classes
+from mpp.data.loader import FixedViews, Pictures
+from mpp.data.sources import Source
+from mpp.data.views import View
+from mpp.evaluation.knn import check_labels
+from mpp.evaluation.scoring import score
+from mpp.heads import Classifier
+
+if TYPE_CHECKING:
+    from mpp.evaluation.features import Features, Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredClassifier:
+    """Top-1, top-5 and per-class accuracy of the stored classifier on the test split."""
+
+    kind: Literal["classifier"] = "classifier"
+    data: Source | None = None
+    "labelled images with the classes of the model; null: those it was trained on"
+    view: View = field(default_factory=View)
+    "views of them"
+
+    pool: ClassVar[tuple[Any, ...]] = ()  # it reads no pooled features
+    layers: ClassVar[tuple[int, ...]] = ()
+
+    def check(self, split: "Split") -> None:
+        """ValueError for what cannot be evaluated; reads only train_y, test_y, classes and name."""
+        check_labels(split)
+
+    def check_classifier(self, classifier: Classifier | None, classes: tuple[str, ...], where: str) -> None:
+        """ValueError without a classifier, or where its classes are not those of the data."""
+        if classifier is None:
+            raise ValueError("evaluation classifier: these weights hold no classifier; name a fine-tuned run")
+        check_classes(classifier.classes, classes, where)
+
+    def __call__(self, features: "Features") -> Iterator[dict[str, Any]]:
+        """Rows top1, top5, mean_class_accuracy and, for each class, class_accuracy; none for an untrained backbone."""
+        if features.classifier is None:
+            return
+        began, source = time.perf_counter(), self.data or features.default
+        test = features.open(source).heldout
+        self.check_classifier(features.classifier, test.classes or (), test.dataset.description)
+        views = FixedViews(Pictures(test, source.channels, source.range), features.backbone.image_size, self.view)
+        features.backbone.eval()
+        scored = score(features.classifier.logits, len(features.classifier.classes), views, features.runtime)
+        name = features.names[repr(source)]
+        features.skipped += [(f"{name} test", skip) for skip in scored.skipped]
+        counts, setting = (
+            scored.counts(len(features.classifier.classes)),
+            {"view": self.view.kind, "crop": self.view.crop},
+        )
+        seconds = time.perf_counter() - began
+        for row in (
+            *counts.rows(name, setting, seconds),
+            *counts.class_rows(name, setting, seconds, features.classifier.classes),
+        ):
+            yield row | {"evaluation": self.kind}
