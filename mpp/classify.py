@@ -33,6 +33,7 @@ from mpp.tasks import Classification
 from mpp.trainer import Event
 from mpp.weights import load_into, load_strictly, objective_tensors
 
+TOLD = ("top1", "top5", "mean_class_accuracy", "real_top1")
 BEST = "state/best.safetensors"
 AVERAGE = "state/average.safetensors"
 LIVE = "state/live.safetensors"
@@ -76,6 +77,8 @@ class Classifying(Job):
         with runtime.accelerator.main_process_first():  # downloads and caches are made once
             splits = open_splits(config.data)
         require_labels(splits, "classification")
+        if config.mix and self.share.micro_batch_size < 2:
+            raise ValueError("mix: takes a second image from the micro-batch, and it has one; try a larger batch")
         self.train, self.validation = config.labels.split(splits.train)
         self.test, self.classes = splits.heldout, splits.train.classes or ()
         self.data_parts, self.data_description = (splits.train.dataset, splits.heldout.dataset), splits.description
@@ -118,9 +121,11 @@ class Classifying(Job):
     def _read_real(self) -> Labels:
         """real.json, and what it needs of the data: refused now rather than after training."""
         check_imagenet_classes(self.classes)
-        numbered(_names(self.test))
         assert self.config.real is not None
-        return read_real(self.config.real)
+        numbered(_names(self.test))
+        labels = read_real(self.config.real)
+        real_score(torch.zeros(len(self.test), dtype=torch.int64), _names(self.test), labels)  # names what is missing
+        return labels
 
     def _open_unlabelled(self) -> Subset:
         """The folder of new images."""
@@ -189,7 +194,8 @@ class Classifying(Job):
     def _score(self, where: str, subset: Subset) -> Scored:
         views = FixedViews(self._pictures(subset), self.backbone.image_size, self.config.view)
         self.task.eval()
-        scored = score(self.task.logits, len(self.classes), views, self.runtime)
+        sigmoid = self.config.loss.kind == "sigmoid"
+        scored = score(self.task.logits, len(self.classes), views, self.runtime, sigmoid)
         self.skips.add(where, scored.skipped)
         return scored
 
@@ -201,18 +207,19 @@ class Classifying(Job):
         counts, dataset = scored.counts(len(self.classes)), name_of(self.config.data)
         setting = {"init": self.config.init, "train_images": len(self.train), "image_size": self.backbone.image_size}
         setting |= {"view": self.config.view.kind, "crop": self.config.view.crop, "pool": self.config.pool}
+        setting["kept_step"] = self.best.step or step
         seconds = time.perf_counter() - began
         rows = [*counts.rows(dataset, setting, seconds), *counts.class_rows(dataset, setting, seconds, self.classes)]
         if self.real:
             names = [name for name, good in zip(_names(self.test), scored.good.tolist(), strict=True) if good]
             real = real_score(scored.top[scored.good, 0], names, self.real, allow_missing=len(names) < len(self.test))
             rows.append(real.row(dataset, setting, seconds))
-        head = {"run": str(self.files.path), "step": self.best.step or step, "backbone": "trained"}
+        head = {"run": str(self.files.path), "step": step, "backbone": "trained"}
         for row in rows:
             self.files.results.write(head | row | {"commit": commit()})
         if self.runtime.is_main:
             path = self.files.path / "pictures" / "confusion.png"
-            confusion.draw(counts.confusion.numpy(), self.classes, path, f"{dataset}, step {head['step']:,}")
+            confusion.draw(counts.confusion.numpy(), self.classes, path, f"{dataset}, step {setting['kept_step']:,}")
 
     def _predict(self) -> None:
         """Classes of the new images; all processes read, one writes."""
@@ -286,7 +293,7 @@ class Classifying(Job):
         if len(self.skips):
             log(f"{len(self.skips):,} pictures could not be used: {self.skips.file.path}")
         for row in self.files.results.read():
-            if row["metric"] != "class_accuracy":
+            if row["evaluation"] != "classifier" and row["metric"] in TOLD and row["step"] == self.trainer.step:
                 log(f"{row['dataset']} test, {row['metric']}: {100 * row['value']:.2f} % of {row['images']:,} images")
         if self.unlabelled:
             self._predict()
@@ -294,7 +301,8 @@ class Classifying(Job):
         log("\nnext:")
         log(f"  open it in timm:         timm.create_model('local-dir:{folder}', pretrained=True)")
         log("  classify new images:     the same command with --predict DIR")
-        log(f"  train this run longer:   the same command with {self._longer()}")
+        if not self.config.early_stopping:
+            log(f"  train this run longer:   the same command with {self._longer()}")
 
 
 def _names(subset: Subset) -> list[str]:

@@ -19,7 +19,7 @@ from mpp.evaluation.knn import KNN
 from mpp.metrics import JsonLines, commit, comparison
 from mpp.positions import Resampling
 from mpp.pretrain_recipe import PretrainConfig
-from mpp.runtime import Precision, Runtime, start
+from mpp.runtime import Runtime, start
 from mpp.weights import checkpoint_at, load_backbone, stored_classifier
 
 
@@ -39,15 +39,13 @@ class EvaluateConfig:
     """random: the same network with untrained weights in the same table"""
     evaluations: Annotated[tuple[AnyEvaluation, ...], MinLen(1)] = field(default_factory=lambda: (KNN(),))
     """what is measured"""
-    precision: Precision = "fp32"
-    """of the backbone; fp16 is refused on a CPU"""
     threads: Annotated[int, Gt(0)] | None = None
     """CPU threads per process; null = cores / processes"""
 
 
 def begin(weights: str, config: EvaluateConfig) -> "Evaluating":
     """Everything that can be refused, done. ValueError for whatever in weights, recipe or data cannot work."""
-    return Evaluating(weights, config, start(config.precision, config.threads))
+    return Evaluating(weights, config, start("fp32", config.threads))
 
 
 class Evaluating:
@@ -101,7 +99,7 @@ class Evaluating:
 
     def _rows(self, which: str, backbone: Backbone) -> list[dict[str, Any]]:
         backbone = backbone.to(self.runtime.device)
-        choose_attention(backbone, self.runtime.device, self.config.precision)
+        choose_attention(backbone, self.runtime.device, "fp32")
         features = Features(backbone, self.runtime, self.config.evaluations, self.data, self.opened)
         features.classifier = self.classifier if which == "trained" else None
         head = {"run": str(self.run or self.weights), "step": step_of(self.run, self.weights), "backbone": which}

@@ -4,6 +4,7 @@ Every fine-tuning is a run of its own below `out`, so the ladder goes on where i
 """
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ from annotated_types import Ge, Gt, MinLen
 from mpp import classify, evaluate
 from mpp.architectures import ImageSize
 from mpp.classify_recipe import SCRATCH, ClassifyConfig
+from mpp.config import dump_recipe
 from mpp.data.budget import All, PerClass
 from mpp.data.sources import Source, open_splits
 from mpp.durable import replace_file
@@ -26,6 +28,7 @@ from mpp.evaluation.linear import LinearProbe
 from mpp.evaluation.scores import summary
 from mpp.inspection import ladder as picture
 from mpp.metrics import JsonLines, table
+from mpp.patches import pair
 from mpp.pretrain_recipe import PretrainConfig
 from mpp.weights import checkpoint_at
 
@@ -60,6 +63,19 @@ class LadderConfig:
     supervised: str | None = None
     """weights of a supervised pretraining, for a row of their own"""
 
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """What the ladder sets by itself, and what its rows could not be compared with."""
+        unset = ClassifyConfig()
+        for name in ("out", "init", "data", "labels", "backbone", "early_stopping", "real", "predict", "predictions"):
+            if getattr(self.finetune, name) != getattr(unset, name):
+                yield f"finetune.{name}", "is the ladder's own in each of its runs; leave it out"
+        if self.finetune.train.seed != unset.train.seed:
+            yield "finetune.train.seed", "is the ladder's own in each of its runs; set seeds"
+        if self.finetune.train.steps is None:
+            yield "finetune.train.steps", "is null, and rows of equal length need a number of steps"
+        if not 0 < self.choose_on < 1:
+            yield "choose_on", f"{self.choose_on:g} is no share between 0 and 1"
+
 
 @dataclass(frozen=True)
 class Start:
@@ -83,7 +99,10 @@ class Ladder:
         recipe = None if run is None else recipe_of(run)
         if run is None or not isinstance(recipe, PretrainConfig):
             raise ValueError(f"{weights} is no pretraining run (no recipe.yaml of one in it); name the run folder")
-        self.run, self.recipe, self.config = run, recipe, config
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError("a ladder is run by one process; start it with python, without a launcher of several")
+        self.run, self.recipe, self.config, self.weights = run, recipe, config, weights
+        self.checkpoint = checkpoint_at(Path(weights))
         self.out = config.out or Path("runs") / f"ladder_{run.name}"
         self.data = config.data or recipe.data
         size = config.image_size or recipe.backbone.image_size
@@ -92,13 +111,14 @@ class Ladder:
 
     def go(self) -> int:
         """0 when the table is complete; 75 when a signal ended it before: the same command goes on."""
+        self._pin()
         code = self._frozen() or self._sweep() or self._rungs()
         if not code:
             self._tell()
         return code
 
     def _starts(self) -> Iterator[Start]:
-        yield Start(MPP, str(self.run))
+        yield Start(MPP, self.weights)
         yield Start(SCRATCH, SCRATCH)
         if self.config.total_compute:
             yield Start(LONGER, SCRATCH, self._pretraining_steps())
@@ -107,24 +127,34 @@ class Ladder:
 
     def _pretraining_steps(self) -> int:
         """Fine-tuning steps that cost what pretraining did: images seen, by tokens per image."""
-        seen = checkpoint_at(self.run).step * self.recipe.train.batch_size
-        tokens = lambda size: size[0] * size[1] if isinstance(size, tuple) else size * size  # noqa: E731
-        before, now = self.recipe.backbone.image_size, self.backbone.image_size
-        share = 1.0 if before is None or now is None else tokens(before) / tokens(now)
+        seen = self.checkpoint.step * self.recipe.train.batch_size
+        before = self.checkpoint.document("config.json")["pretrained_cfg"]["input_size"][-2:]
+        now = before if self.backbone.image_size is None else pair(self.backbone.image_size)
+        share = before[0] * before[1] / (now[0] * now[1])
+        assert self.config.finetune.train.steps is not None, "the recipe's faults ask for steps"
         return round(seen * share / self.config.finetune.train.batch_size)
+
+    def _pin(self) -> None:
+        """All rows of a table are of the same weights. ValueError if the run has been trained further since."""
+        file, now = self.out / "ladder.json", {"weights": self.weights, "step": self.checkpoint.step}
+        if file.exists() and (before := json.loads(file.read_text())) != now:
+            raise ValueError(f"{self.out} is the ladder of {before}, and this is {now}; name another folder with --out")
+        self.out.mkdir(parents=True, exist_ok=True)
+        replace_file(file, [json.dumps(now).encode()])
 
     def _frozen(self) -> int:
         """Few-shot at every budget, and the other frozen scores, trained beside untrained; once."""
         folder = self.out / "frozen"
-        if (folder / "done").exists():
-            return 0
         shots = tuple(self.config.budgets)
         evaluations = (FewShot(shots=shots, seeds=self.config.seeds), *self.config.frozen)
         asked = EvaluateConfig(out=folder, data=self.data, baseline="random", evaluations=evaluations)
+        done, text = folder / "done.yaml", dump_recipe(asked)
+        if done.exists() and done.read_text(encoding="utf-8") == text:
+            return 0
         (folder / "results.jsonl").unlink(missing_ok=True)
-        code = evaluate.begin(str(self.run), asked).go()
+        code = evaluate.begin(self.weights, asked).go()
         if not code:
-            replace_file(folder / "done", [b""])
+            replace_file(done, [text.encode()])
         return code
 
     def _sweep(self) -> int:
@@ -250,7 +280,11 @@ def rows(file: Path) -> list[dict[str, Any]]:
 def tested(run: Path | None) -> float | None:
     """Test accuracy of a finished classification run, None before."""
     assert run is not None
-    found = [row["value"] for row in rows(run / "results.jsonl") if row["metric"] == "top1"]
+    found = [
+        row["value"]
+        for row in rows(run / "results.jsonl")  # evaluate adds rows of its own kinds to the same file
+        if row["evaluation"] == "classification" and row["metric"] == "top1"
+    ]
     return found[-1] if found else None
 
 

@@ -176,7 +176,7 @@ def test_early_stopping_keeps_the_best_and_a_finished_run_stays_finished(recipe)
     first = next(step for step, value in found if value == best)
     assert found[-1][0] == first + 10 < 200  # two evaluations without a new best
     (kept,) = (row for row in lines(config.out, "results.jsonl") if row["metric"] == "top1")
-    assert kept["step"] == first
+    assert kept["setting"]["kept_step"] == first and kept["step"] == found[-1][0]
     folder = config.out / "checkpoints" / f"{found[-1][0]:08}"
     before = (folder / "manifest.json").read_bytes()
     assert job.classify(config) == 0 and (folder / "manifest.json").read_bytes() == before
@@ -255,6 +255,7 @@ def test_a_frozen_backbone_trains_its_head_only(recipe):
         (("--labels.kind=vtab_1k",), "1,000"),
         (("--real=nowhere.json",), "1,000 classes"),
         (("--predict=nowhere",), "nowhere"),
+        (("--mix.mixup=0.8", "--train.micro_batch_size=1"), "mix"),
         (("--augment.rand_augment=rand-m9", "--data.channels=1"), "rand_augment"),
     ],
 )
@@ -326,3 +327,14 @@ def test_weights_without_a_classifier_cannot_classify(pretrained, pictures):
     words = ["--evaluations=[{kind: classifier}]", "--threads=1"]
     with pytest.raises(ValueError, match="hold no classifier"):
         evaluate.begin(str(pretrained), load_recipe(EvaluateConfig, words))
+
+
+def test_sigmoid_scores_are_its_own_probabilities_and_its_own_loss(recipe, pictures, tmp_path):
+    words = ("--loss.kind=sigmoid", "--head.bias=-10", "--optim.lr=1e-9", "--train.steps=3", "--train.eval_every=1")
+    config = recipe(*words, f"--predict={pictures / 'test' / 'dark'}")
+    assert job.classify(config) == 0
+    with (config.out / "predictions.csv").open() as file:
+        assert {row["probability"] for row in csv.DictReader(file)} == {f"{1 / (1 + math.exp(10)):.4f}"}
+    one, other = math.log1p(math.exp(-10)), math.log1p(math.exp(10))
+    tested = [row["test_loss"] for row in lines(config.out) if "test_loss" in row]
+    assert tested == pytest.approx([2 * one + other] * 2, rel=1e-5)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from mpp import ladder as job
 from mpp import pretrain as pretraining
-from mpp.config import load_recipe
+from mpp.config import RecipeError, load_recipe
 from mpp.ladder import LadderConfig
 from mpp.pretrain_recipe import PretrainConfig
 
@@ -73,7 +73,12 @@ def test_the_table_holds_every_method_and_the_same_command_goes_on(run, tmp_path
     assert longer == 6 + round(4 * 8 / 6)
     states = {file: file.read_bytes() for file in (tmp_path / "out").rglob("manifest.json")}
     assert len(states) == 2 * 2 + 3 * 2 * 2  # the sweep of two starts, then every start, budget and seed
+    results = tmp_path / "out" / "runs" / "mpp_2_seed0" / "results.jsonl"
+    before = (tmp_path / "out" / "ladder.txt").read_text()
+    row = json.loads(results.read_text().splitlines()[0]) | {"evaluation": "knn", "value": 0.123}
+    results.write_text(results.read_text() + json.dumps(row) + "\n")  # what evaluate would add
     assert job.begin(str(run), asked).go() == 0
+    assert (tmp_path / "out" / "ladder.txt").read_text() == before
     assert states == {file: file.read_bytes() for file in (tmp_path / "out").rglob("manifest.json")}
 
 
@@ -100,3 +105,31 @@ def test_total_compute_counts_tokens(run, tmp_path):
 def test_what_is_no_pretraining_run_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match="no pretraining run"):
         job.begin(str(run.parent / "data"), config(run, tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--finetune.init=RUN", "finetune.init"),
+        ("--finetune.labels.validation=0.2", "finetune.labels"),
+        ("--finetune.backbone.size=tiny", "finetune.backbone"),
+        ("--finetune.train.seed=3", "finetune.train.seed"),
+        ("--choose_on=1.5", "choose_on"),
+    ],
+)
+def test_what_is_the_ladder_s_own_is_refused(run, tmp_path, word, message):
+    with pytest.raises(RecipeError, match=message):
+        config(run, tmp_path / "out", word)
+
+
+def test_one_table_is_of_one_state_of_the_run(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "ladder.json").write_text(json.dumps({"weights": str(run), "step": 2}))
+    with pytest.raises(ValueError, match="'step': 2"):
+        job.begin(str(run), config(run, tmp_path / "out")).go()
+
+
+def test_several_processes_are_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="one process"):
+        job.begin(str(run), config(run, tmp_path / "out"))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mpp.data.loader import FixedViews, Skipped, chunks_of, fixed_batches
@@ -38,8 +39,13 @@ class Scored:
 
 
 @torch.no_grad()
-def score(logits: Callable[[Tensor], Tensor], classes: int, views: FixedViews, runtime: Runtime) -> Scored:
-    """logits: uint8 (B, C, H, W) on the device -> (B, classes). Call it on all processes."""
+def score(
+    logits: Callable[[Tensor], Tensor], classes: int, views: FixedViews, runtime: Runtime, sigmoid: bool = False
+) -> Scored:
+    """logits: uint8 (B, C, H, W) on the device -> (B, classes). Call it on all processes.
+
+    sigmoid: the classes were trained one by one: each has a probability of its own, and the loss is summed over them.
+    """
     subset, count = views.pictures.subset, len(views.pictures.subset)
     known = subset.labels()
     labels = None if known is None else torch.from_numpy(known)
@@ -57,10 +63,14 @@ def score(logits: Callable[[Tensor], Tensor], classes: int, views: FixedViews, r
             check_scores(scores)
             order = scores.sort(dim=1, descending=True, stable=True).indices
             top[places], seen[places] = order[:, : top.shape[1]], 1
-            chances = scores.double().log_softmax(1)
+            exact = scores.double()
+            chances = F.logsigmoid(exact) if sigmoid else exact.log_softmax(1)
             probability[places] = chances.gather(1, order[:, :1])[:, 0].exp().float()
             if labels is not None:
-                losses[number] = -chances.gather(1, labels[places][:, None]).sum()
+                own = -chances.gather(1, labels[places][:, None])[:, 0]
+                # Of the others, -log(1 - p) is softplus of the logit.
+                rest = F.softplus(exact).sum(1) - F.softplus(exact.gather(1, labels[places][:, None]))[:, 0]
+                losses[number] = (own + rest if sigmoid else own).sum()
     missing = int(runtime.summed(torch.tensor(len(skipped))))
     top, probability, seen, losses = map(runtime.summed, (top, probability, seen, losses))
     assert int(seen.sum()) == count - missing and int(seen.max()) <= 1, "an image was not counted exactly once"
