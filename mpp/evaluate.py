@@ -16,6 +16,7 @@ from mpp.evaluation.classifier import StoredClassifier
 from mpp.evaluation.features import Features, check, evaluate
 from mpp.evaluation.kinds import AnyEvaluation
 from mpp.evaluation.knn import KNN
+from mpp.job import EXIT_STOPPED
 from mpp.metrics import JsonLines, commit, comparison
 from mpp.positions import Resampling
 from mpp.pretrain_recipe import PretrainConfig
@@ -89,6 +90,9 @@ class Evaluating:
         rows = []
         for which, backbone in backbones.items():
             rows += self._rows(which, backbone)
+            if self.runtime.stop.agreed():
+                say("stopped; nothing was written, the same command begins again")
+                return EXIT_STOPPED
         for row in rows:
             file.write(row)
         say(f"\n{comparison(rows)}\n\n{len(rows)} rows added to {file.path}")

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +26,7 @@ from mpp.evaluation.knn import KNN
 from mpp.evaluation.linear import LinearProbe
 from mpp.evaluation.scores import summary
 from mpp.inspection import ladder as picture
+from mpp.job import EXIT_STOPPED
 from mpp.metrics import JsonLines, table
 from mpp.patches import pair
 from mpp.pretrain_recipe import PretrainConfig
@@ -108,6 +108,9 @@ class Ladder:
         size = config.image_size or recipe.backbone.image_size
         self.backbone = replace(recipe.backbone, image_size=size)
         self.starts = list(self._starts())
+        self.train = open_splits(self.data).train
+        for budget in config.budgets:  # too few images of a class are told now
+            labels_of(budget, 0).split(self.train)
 
     def go(self) -> int:
         """0 when the table is complete; 75 when a signal ended it before: the same command goes on."""
@@ -164,7 +167,7 @@ class Ladder:
             found = {}
             for rate in () if start.more_steps else self.config.learning_rates:
                 config = self._config(start, self.config.budgets[0], 0, rate, self.config.choose_on)
-                if code := classify.begin(config).go():
+                if code := run_one(config):
                     return code
                 found[rate] = last(config.out, "validation_accuracy")
             self.rates[start.name] = self._chosen(start, found)
@@ -185,7 +188,7 @@ class Ladder:
             for seed in range(self.config.seeds):
                 for start in self.starts:
                     config = self._config(start, budget, seed, self.rates[start.name])
-                    if code := classify.begin(config).go():
+                    if code := run_one(config):
                         return code
                     self._write()
         return 0
@@ -193,7 +196,7 @@ class Ladder:
     def _config(self, start: Start, budget: Budget, seed: int, rate: float, validation: float = 0.0) -> ClassifyConfig:
         """The recipe of one fine-tuned run."""
         base = self.config.finetune
-        labels = All(seed=seed) if budget == "all" else PerClass(count=budget, seed=seed)
+        labels = labels_of(budget, seed)
         train = replace(base.train, seed=seed)
         if start.more_steps:
             assert train.steps is not None
@@ -221,19 +224,22 @@ class Ladder:
                         found.setdefault((start.name, budget), []).append(value)
         return found
 
-    def _few_shot(self) -> Iterator[tuple[str, Budget, float, float | None]]:
+    def _frozen_scores(self) -> Iterator[tuple[str, Budget, float, float | None]]:
         """(which backbone, budget, mean, spread) of the frozen features."""
         for row in rows(self.out / "frozen" / "results.jsonl"):
-            if row["evaluation"] == "fewshot":
-                yield f"few-shot, {row['backbone']} features", row["setting"]["shots"], row["value"], row["spread"]
+            if row["metric"] == "top1":
+                name = "few-shot" if row["evaluation"] == "fewshot" else row["evaluation"]
+                budget = row["setting"].get("shots", "all")  # kNN looks at every labelled image
+                yield f"{name}, {row['backbone']} features", budget, row["value"], row["spread"]
 
     def _write(self) -> str:
         """ladder.jsonl, ladder.png, and the table as text."""
-        lines = list(self._few_shot())
+        lines = list(self._frozen_scores())
         for (name, budget), values in self._results().items():
             scores = summary(values)
             lines.append((f"fine-tuned, {name}", budget, scores["value"], scores["spread"]))
-        columns = {budget: f"{budget} per class" if budget != "all" else "all" for budget in self.config.budgets}
+        budgets = dict.fromkeys((*self.config.budgets, *(budget for _, budget, *_ in lines)))
+        columns = {budget: f"{budget} per class" if budget != "all" else "all" for budget in budgets}
         names = list(dict.fromkeys(name for name, *_ in lines))
         cells = {(name, budget): percent(value, spread) for name, budget, value, spread in lines}
         body = [[name, *(cells.get((name, budget), "-") for budget in columns)] for name in names]
@@ -250,15 +256,7 @@ class Ladder:
 
     def _images(self, budget: Budget) -> int:
         """Labelled images of a budget, for the picture's axis."""
-        if budget == "all":
-            return self._counts[0]
-        return budget * self._counts[1]
-
-    @cached_property
-    def _counts(self) -> tuple[int, int]:
-        """(training images, classes) of the labelled data."""
-        train = open_splits(self.data).train
-        return len(train), len(train.classes or ())
+        return len(self.train) if budget == "all" else budget * len(self.train.classes or ())
 
     def _tell(self) -> None:
         print(f"\n{self._write()}\n\n{self.out / 'ladder.txt'}, ladder.jsonl, ladder.png")
@@ -270,6 +268,16 @@ class Ladder:
                 spread = "" if pairs["spread"] is None else f" ±{pairs['spread']:.1f}"
                 where = budget if budget == "all" else f"{budget} per class"
                 print(f"gain over scratch, {where}: {pairs['value']:+.1f}{spread} points (paired, {len(mpp)} seeds)")
+
+
+def labels_of(budget: Budget, seed: int) -> All | PerClass:
+    return All(seed=seed) if budget == "all" else PerClass(count=budget, seed=seed)
+
+
+def run_one(config: ClassifyConfig) -> int:
+    """One fine-tuning; its exit code, and that of a stop also where the signal came with its last save."""
+    job = classify.begin(config)
+    return job.go() or (EXIT_STOPPED if job.runtime.stop.requested else 0)
 
 
 def rows(file: Path) -> list[dict[str, Any]]:

@@ -63,6 +63,8 @@ def test_the_table_holds_every_method_and_the_same_command_goes_on(run, tmp_path
     assert methods == {
         "few-shot, untrained features",
         "few-shot, trained features",
+        "knn, untrained features",
+        "knn, trained features",
         "fine-tuned, mpp",
         "fine-tuned, scratch",
         "fine-tuned, scratch, total compute",
@@ -133,3 +135,24 @@ def test_several_processes_are_refused(run, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="one process"):
         job.begin(str(run), config(run, tmp_path / "out"))
+
+
+def test_a_budget_that_the_data_does_not_have_is_refused_at_the_start(run, tmp_path):
+    with pytest.raises(ValueError, match="every class"):
+        job.begin(str(run), config(run, tmp_path / "out", "--budgets=[2, 50]"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_signal_in_the_last_save_of_a_run_stops_the_ladder(run, tmp_path, monkeypatch):
+    from mpp.classify import Classifying
+
+    asked = config(run, tmp_path / "out", "--learning_rates=[]", "--budgets=[2]")
+    saved = Classifying._save
+
+    def signalled(self, step):
+        saved(self, step)
+        self.runtime.stop.requested = True
+
+    monkeypatch.setattr(Classifying, "_save", signalled)
+    assert job.begin(str(run), asked).go() == 75
+    assert len(list((tmp_path / "out" / "runs").iterdir())) == 1

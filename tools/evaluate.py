@@ -2,7 +2,7 @@
 
     python tools/evaluate.py runs/quickstart recipes/evaluate/knn.yaml                          a run, on its own data
     python tools/evaluate.py runs/quickstart recipes/evaluate/fewshot.yaml --baseline random    beside untrained weights
-    python tools/evaluate.py timm:vit_small_patch16_224 recipes/evaluate/knn.yaml --data.path DIR ...
+    python tools/evaluate.py timm:vit_small_patch16_224 recipes/evaluate/knn.yaml --data.kind class_folders ...
     accelerate launch tools/evaluate.py ...                                                     on many devices
 
 The first word names the weights: a run, a checkpoint, a timm folder, or timm:NAME. Rows are added to results.jsonl in

@@ -1,7 +1,7 @@
 """What was pretraining worth? Frozen features and fine-tuning at several label budgets, against training from scratch.
 
     python tools/ladder.py runs/quickstart recipes/ladder/quickstart.yaml
-    python tools/ladder.py runs/cifar10 recipes/ladder/cifar10_small.yaml --data.path DIR
+    python tools/ladder.py runs/cifar10 recipes/ladder/cifar10_small.yaml
     python tools/ladder.py --help                                              every field
 
 Every fine-tuning is a run of its own below `out`; the same command again goes on where it was stopped. Exit codes: 0
