@@ -22,9 +22,20 @@ def run(name: str, read: Callable[[list[str]], Any]) -> int:
     except ValueError as error:
         return told(name, error, EXIT_MISTAKE)
     try:
-        return job.go()
+        code = job.go()
+        part()
+        return code
     except (ValueError, FloatingPointError) as error:
         return told(name, error, EXIT_FAILED)
+
+
+def part() -> None:
+    """Processes take leave of each other: one that just exits may abort in the threads of its open connections."""
+    import torch.distributed
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 def told(name: str, error: Exception, code: int) -> int:
