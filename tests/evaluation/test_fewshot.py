@@ -71,7 +71,7 @@ def test_scores_equal_the_textbook_ridge_of_numpy(shots, l2):
 
 @BRANCHES
 def test_accuracy_and_scores_equal_the_ridge_of_sklearn(shots):
-    linear_model = pytest.importorskip("sklearn.linear_model", reason="compares with scikit-learn, an extra")
+    linear_model = pytest.importorskip("sklearn.linear_model", reason="compares with scikit-learn, of the demo extra")
     split = clouds()
     chosen = draw(split.train_y, shots, seed=2)
     x, y = split.train_x[chosen], split.train_y[chosen]

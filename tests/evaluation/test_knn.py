@@ -40,7 +40,7 @@ def whole(rows):
 
 def sklearn_votes(split, k, temperature):
     """Class probabilities of scikit-learn's classifier: a second, independent computation in float64."""
-    neighbors = pytest.importorskip("sklearn.neighbors", reason="compares with scikit-learn, an extra")
+    neighbors = pytest.importorskip("sklearn.neighbors", reason="compares with scikit-learn, of the demo extra")
     classifier = neighbors.KNeighborsClassifier(
         n_neighbors=k, metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / temperature)
     )

@@ -61,7 +61,7 @@ SOLVERS = pytest.mark.parametrize("solver", [LBFGS(), SGD(epochs=20, batch_size=
 @pytest.mark.parametrize("classes", [2, 4])
 @pytest.mark.parametrize("l2", [1e-3, 1e-1, 10.0])
 def test_lbfgs_is_the_logistic_regression_of_sklearn(classes, l2):
-    linear_model = pytest.importorskip("sklearn.linear_model", reason="compares with scikit-learn, an extra")
+    linear_model = pytest.importorskip("sklearn.linear_model", reason="compares with scikit-learn, of the demo extra")
     split = clouds(classes)
     fit = LBFGS(tolerance=1e-7).fit(split.train_x, split.train_y, classes, (l2,), 0, CPU)[0]
     assert fit.converged

@@ -10,13 +10,13 @@ from mpp.evaluation.scores import at_edge, check_learned, choose, hits, hold_bac
 
 
 def test_t_quantiles_are_scipys():
-    stats = pytest.importorskip("scipy.stats", reason="compares with scipy, which no extra asks for by name")
+    stats = pytest.importorskip("scipy.stats", reason="compares with scipy, of the test extra")
     for freedom in [*range(1, 60), 100, 1000, 10**6]:
         assert t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-4)
 
 
 def test_the_interval_is_scipys():
-    stats = pytest.importorskip("scipy.stats", reason="compares with scipy, which no extra asks for by name")
+    stats = pytest.importorskip("scipy.stats", reason="compares with scipy, of the test extra")
     values = [0.41, 0.44, 0.40, 0.47]
     found = summary(values)
     expected = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
