@@ -5,35 +5,46 @@ Every fine-tuning is a run of its own below `out`, so the ladder goes on where i
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, MinLen
+from annotated_types import Ge, Gt, Lt, MinLen
 
 from mpp import classify, evaluate
 from mpp.architectures import ImageSize
+from mpp.backbones import build_backbone
+from mpp.checkpoint import Checkpoint, folder_name
 from mpp.classify_recipe import SCRATCH, ClassifyConfig
 from mpp.config import dump_recipe
 from mpp.data.budget import All, PerClass
 from mpp.data.sources import Source, open_splits
-from mpp.durable import replace_file
+from mpp.durable import make_folder, replace_file, temporary
 from mpp.evaluate import EvaluateConfig, recipe_of, run_of
+from mpp.evaluation.features import name_of
 from mpp.evaluation.fewshot import FewShot
 from mpp.evaluation.kinds import Evaluation
 from mpp.evaluation.knn import KNN
 from mpp.evaluation.linear import LinearProbe
-from mpp.evaluation.scores import summary
+from mpp.evaluation.scores import at_edge, summary
 from mpp.inspection import ladder as picture
 from mpp.job import EXIT_STOPPED
-from mpp.metrics import JsonLines, table
+from mpp.metrics import JsonLines, commit, table
 from mpp.patches import pair
 from mpp.pretrain_recipe import PretrainConfig
-from mpp.weights import checkpoint_at
+from mpp.weights import checkpoint_at, load_into
 
 Budget = Annotated[int, Ge(1)] | Literal["all"]
 MPP, LONGER, SUPERVISED = "mpp", "scratch, total compute", "supervised"
+OWN = {  # where the ladder has a field of its own for what a fine-tuning names otherwise
+    "out": "set out",
+    "init": "set supervised for a start of other weights",
+    "data": "set data",
+    "labels": "set budgets, seeds and choose_on",
+    "backbone": "set image_size, drop_path and dropout",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +65,16 @@ class LadderConfig:
     """frozen-feature scores on all labels; few-shot at every budget comes by itself"""
     finetune: ClassifyConfig = field(default_factory=ClassifyConfig)
     """the fine-tuning, the same for every start; data, labels, backbone, init, out and seed are the ladder's"""
+    drop_path: Annotated[float, Ge(0), Lt(1)] | None = None
+    """stochastic depth of the fine-tuned backbone, for every start; null = that of the pretraining"""
+    dropout: Annotated[float, Ge(0), Lt(1)] | None = None
+    """dropout of the fine-tuned backbone, for every start; null = that of the pretraining"""
     learning_rates: tuple[Annotated[float, Gt(0)], ...] = ()
     """swept alike for every start, on seed 0 of the first budget, chosen on a slice of its labels; none = optim.lr"""
     choose_on: Annotated[float, Gt(0)] = 0.2
     """share of the first budget's labels that the sweep is judged on"""
     total_compute: bool = True
-    """one more row from scratch, given the images that pretraining saw as further steps"""
+    """one more row from scratch, given the images that pretraining saw as further steps, at the rate of scratch"""
     supervised: str | None = None
     """weights of a supervised pretraining, for a row of their own"""
 
@@ -68,7 +83,7 @@ class LadderConfig:
         unset = ClassifyConfig()
         for name in ("out", "init", "data", "labels", "backbone", "early_stopping", "real", "predict", "predictions"):
             if getattr(self.finetune, name) != getattr(unset, name):
-                yield f"finetune.{name}", "is the ladder's own in each of its runs; leave it out"
+                yield f"finetune.{name}", f"is the ladder's own in each of its runs; {OWN.get(name, 'leave it out')}"
         if self.finetune.train.seed != unset.train.seed:
             yield "finetune.train.seed", "is the ladder's own in each of its runs; set seeds"
         if self.finetune.train.steps is None:
@@ -86,6 +101,24 @@ class Start:
     more_steps: int = 0
 
 
+@dataclass(frozen=True)
+class Cell:
+    """One entry of the table: accuracies of the seeds that are done, and how they came about."""
+
+    method: str
+    budget: Budget
+    row: dict[str, Any]
+    """value, spread, interval and seeds, as `summary` tells them, and whatever else is known"""
+    metric: Literal["top1", "top1_gain"] = "top1"
+
+    @property
+    def text(self) -> str:
+        """ "52.2 ±0.4", and how many seeds are done where some are not."""
+        done, wanted = self.row["seeds"], self.row.get("wanted_seeds")
+        missing = f" ({done} of {wanted})" if wanted and done < wanted else ""
+        return percent(self.row["value"], self.row["spread"], signed=self.metric == "top1_gain") + missing
+
+
 def begin(weights: str, config: LadderConfig) -> "Ladder":
     """ValueError for whatever in run, recipe or data cannot work."""
     return Ladder(weights, config)
@@ -101,27 +134,38 @@ class Ladder:
             raise ValueError(f"{weights} is no pretraining run (no recipe.yaml of one in it); name the run folder")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("a ladder is run by one process; start it with python, without a launcher of several")
-        self.run, self.recipe, self.config, self.weights = run, recipe, config, weights
+        self.run, self.recipe, self.config = run, recipe, config
         self.checkpoint = checkpoint_at(Path(weights))
         self.out = config.out or Path("runs") / f"ladder_{run.name}"
+        self.weights = self.out / "weights"
         self.data = config.data or recipe.data
-        size = config.image_size or recipe.backbone.image_size
-        self.backbone = replace(recipe.backbone, image_size=size)
+        self.backbone = replace(recipe.backbone, **self._backbone_fields())
         self.starts = list(self._starts())
         self.train = open_splits(self.data).train
         for budget in config.budgets:  # too few images of a class are told now
             labels_of(budget, 0).split(self.train)
+        self._check_weights(weights)
 
     def go(self) -> int:
         """0 when the table is complete; 75 when a signal ended it before: the same command goes on."""
         self._pin()
         code = self._frozen() or self._sweep() or self._rungs()
         if not code:
-            self._tell()
+            print(f"\n{self._write()}\n\n{self.out / 'ladder.txt'}, ladder.jsonl, ladder.png")
         return code
 
+    def _backbone_fields(self) -> dict[str, Any]:
+        """What the fine-tuning's backbone has of its own. ValueError for a kind of backbone without such a field."""
+        config, found = self.config, {}
+        for name in ("image_size", "drop_path", "dropout"):
+            if (value := getattr(config, name)) is not None:
+                if not hasattr(self.recipe.backbone, name):
+                    raise ValueError(f"{name}: a backbone of kind {self.recipe.backbone.kind} has none; leave it out")
+                found[name] = value
+        return found
+
     def _starts(self) -> Iterator[Start]:
-        yield Start(MPP, self.weights)
+        yield Start(MPP, str(self.weights))
         yield Start(SCRATCH, SCRATCH)
         if self.config.total_compute:
             yield Start(LONGER, SCRATCH, self._pretraining_steps())
@@ -137,25 +181,43 @@ class Ladder:
         assert self.config.finetune.train.steps is not None, "the recipe's faults ask for steps"
         return round(seen * share / self.config.finetune.train.batch_size)
 
+    def _check_weights(self, weights: str) -> None:
+        """ValueError for weights that do not fit this backbone: now, not after the rows before them."""
+        for spec in (weights, *([self.config.supervised] if self.config.supervised else [])):
+            backbone = build_backbone(self.backbone, self.data.channels, seed=0)
+            load_into(backbone, spec, self.config.finetune.resampling)
+
     def _pin(self) -> None:
-        """All rows of a table are of the same weights. ValueError if the run has been trained further since."""
-        file, now = self.out / "ladder.json", {"weights": self.weights, "step": self.checkpoint.step}
-        if file.exists() and (before := json.loads(file.read_text())) != now:
-            raise ValueError(f"{self.out} is the ladder of {before}, and this is {now}; name another folder with --out")
+        """A copy of the weights, so that all rows are of the same ones whatever becomes of the run.
+
+        ValueError if the run has been trained further, or anew, since the ladder was begun.
+        """
+        stamp = self.checkpoint.files["model.safetensors"]["sha256"]
+        file, now = self.out / "ladder.json", {"run": str(self.run), "step": self.checkpoint.step, "sha256": stamp}
+        before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else now
+        if before.get("sha256") != stamp:
+            raise ValueError(
+                f"{self.out} is the ladder of step {before['step']:,} of {before['run']}, and {self.run} is now other "
+                f"weights, of step {self.checkpoint.step:,}; go on with its own copy, tools/ladder.py {self.weights} "
+                f"... --out {self.out}, or name another folder with --out"
+            )
         self.out.mkdir(parents=True, exist_ok=True)
-        replace_file(file, [json.dumps(now).encode()])
+        if not file.exists():
+            replace_file(file, [json.dumps(now).encode()])
+        keep_weights(self.checkpoint, self.run / "recipe.yaml", self.weights)
 
     def _frozen(self) -> int:
         """Few-shot at every budget, and the other frozen scores, trained beside untrained; once."""
         folder = self.out / "frozen"
         shots = tuple(self.config.budgets)
         evaluations = (FewShot(shots=shots, seeds=self.config.seeds), *self.config.frozen)
-        asked = EvaluateConfig(out=folder, data=self.data, baseline="random", evaluations=evaluations)
+        threads = self.config.finetune.train.threads
+        asked = EvaluateConfig(out=folder, data=self.data, baseline="random", evaluations=evaluations, threads=threads)
         done, text = folder / "done.yaml", dump_recipe(asked)
         if done.exists() and done.read_text(encoding="utf-8") == text:
             return 0
         (folder / "results.jsonl").unlink(missing_ok=True)
-        code = evaluate.begin(self.weights, asked).go()
+        code = evaluate.begin(str(self.weights), asked).go()
         if not code:
             replace_file(done, [text.encode()])
         return code
@@ -177,8 +239,12 @@ class Ladder:
         """The rate with the highest accuracy, of equal ones the lowest; written down beside the others."""
         if not found:
             return self.rates[SCRATCH] if start.more_steps else self.config.finetune.optim.lr
-        best = max(sorted(found), key=found.__getitem__)
-        record = {"start": start.name, "chosen": best, "validation_accuracy": found}
+        rates = sorted(found)
+        best = max(rates, key=found.__getitem__)
+        edge = at_edge(rates.index(best), len(rates))
+        if edge:
+            print(f"note       {start.name}: {best:g} is at the edge of learning_rates; a wider sweep may find better")
+        record = {"start": start.name, "chosen": best, "at_edge": edge, "validation_accuracy": found}
         replace_file(self.out / f"sweep_{slug(start.name)}.json", [json.dumps(record, indent=1).encode()])
         return best
 
@@ -213,44 +279,62 @@ class Ladder:
             train=train,
         )
 
-    def _results(self) -> dict[tuple[str, Budget], list[float]]:
-        """(start, budget) -> test accuracy of each seed that is done."""
-        found: dict[tuple[str, Budget], list[float]] = {}
-        for start in self.starts:
-            for budget in self.config.budgets:
-                for seed in range(self.config.seeds):
-                    run = self._config(start, budget, seed, 1.0).out
-                    if (value := tested(run)) is not None:
-                        found.setdefault((start.name, budget), []).append(value)
-        return found
+    def _results(self, start: Start, budget: Budget) -> dict[int, float]:
+        """seed -> test accuracy of the fine-tuned runs that are done."""
+        seeds = range(self.config.seeds)
+        found = {seed: tested(self._config(start, budget, seed, self.rates[start.name]).out) for seed in seeds}
+        return {seed: value for seed, value in found.items() if value is not None}
 
-    def _frozen_scores(self) -> Iterator[tuple[str, Budget, float, float | None]]:
-        """(which backbone, budget, mean, spread) of the frozen features."""
+    def _frozen_cells(self) -> Iterator[Cell]:
+        """Frozen features, trained and untrained. Few-shot draws images of its own, not those of the fine-tuning."""
         for row in rows(self.out / "frozen" / "results.jsonl"):
             if row["metric"] == "top1":
                 name = "few-shot" if row["evaluation"] == "fewshot" else row["evaluation"]
                 budget = row["setting"].get("shots", "all")  # kNN looks at every labelled image
-                yield f"{name}, {row['backbone']} features", budget, row["value"], row["spread"]
+                yield Cell(f"{name}, {row['backbone']} features", budget, row)
+
+    def _tuned_cells(self) -> Iterator[Cell]:
+        """Fine-tuned from every start, at every budget of which a seed is done."""
+        for start in self.starts:
+            for budget in self.config.budgets:
+                if values := self._results(start, budget):
+                    rate, steps = self.rates[start.name], self.config.finetune.train.steps
+                    assert steps is not None
+                    made = {"wanted_seeds": self.config.seeds, "values": values, "learning_rate": rate}
+                    made |= {"steps": steps + start.more_steps, "init": start.init}
+                    yield Cell(f"fine-tuned, {start.name}", budget, summary(list(values.values())) | made)
+
+    def _gains(self) -> Iterator[Cell]:
+        """Points of accuracy over each other start, paired by seed."""
+        by_name = {start.name: start for start in self.starts}
+        for name in (SCRATCH, LONGER, SUPERVISED):
+            for budget in self.config.budgets if name in by_name else ():
+                ours, theirs = (self._results(by_name[one], budget) for one in (MPP, name))
+                if seeds := sorted(ours.keys() & theirs.keys()):
+                    values = {seed: ours[seed] - theirs[seed] for seed in seeds}
+                    made = {"wanted_seeds": self.config.seeds, "values": values}
+                    yield Cell(f"gain over {name}", budget, summary(list(values.values())) | made, "top1_gain")
 
     def _write(self) -> str:
         """ladder.jsonl, ladder.png, and the table as text."""
-        lines = list(self._frozen_scores())
-        for (name, budget), values in self._results().items():
-            scores = summary(values)
-            lines.append((f"fine-tuned, {name}", budget, scores["value"], scores["spread"]))
-        budgets = dict.fromkeys((*self.config.budgets, *(budget for _, budget, *_ in lines)))
+        scores, gains = [*self._frozen_cells(), *self._tuned_cells()], list(self._gains())
+        budgets = dict.fromkeys((*self.config.budgets, *(cell.budget for cell in scores)))
         columns = {budget: f"{budget} per class" if budget != "all" else "all" for budget in budgets}
-        names = list(dict.fromkeys(name for name, *_ in lines))
-        cells = {(name, budget): percent(value, spread) for name, budget, value, spread in lines}
+        cells = {(cell.method, cell.budget): cell.text for cell in (*scores, *gains)}
+        names = dict.fromkeys(name for name, _ in cells)
         body = [[name, *(cells.get((name, budget), "-") for budget in columns)] for name in names]
-        records = [
-            {"run": str(self.run), "method": name, "budget": budget, "metric": "top1", "value": value, "spread": spread}
-            for name, budget, value, spread in lines
-        ]
         text = table(body, ["test accuracy, %", *columns.values()])
+        known = {"run": str(self.run), "step": self.checkpoint.step, "dataset": name_of(self.data)}
+        records = [
+            known
+            | {"method": cell.method, "budget": cell.budget, "metric": cell.metric}
+            | {name: value for name, value in cell.row.items() if name not in ("run", "step", "dataset", "metric")}
+            | {"commit": commit()}
+            for cell in (*scores, *gains)
+        ]
         replace_file(self.out / "ladder.jsonl", ["".join(json.dumps(r) + "\n" for r in records).encode()])
         replace_file(self.out / "ladder.txt", [(text + "\n").encode()])
-        points = [(name, self._images(budget), value, spread) for name, budget, value, spread in lines]
+        points = [(cell.method, self._images(cell.budget), cell.row["value"], cell.row["spread"]) for cell in scores]
         picture.draw(points, self.out / "ladder.png", f"{self.run}: {self.config.seeds} seeds")
         return text
 
@@ -258,16 +342,28 @@ class Ladder:
         """Labelled images of a budget, for the picture's axis."""
         return len(self.train) if budget == "all" else budget * len(self.train.classes or ())
 
-    def _tell(self) -> None:
-        print(f"\n{self._write()}\n\n{self.out / 'ladder.txt'}, ladder.jsonl, ladder.png")
-        gains = self._results()
-        for budget in self.config.budgets:
-            mpp, scratch = gains.get((MPP, budget)), gains.get((SCRATCH, budget))
-            if mpp and scratch and len(mpp) == len(scratch):
-                pairs = summary([100 * (one - other) for one, other in zip(mpp, scratch, strict=True)])
-                spread = "" if pairs["spread"] is None else f" ±{pairs['spread']:.1f}"
-                where = budget if budget == "all" else f"{budget} per class"
-                print(f"gain over scratch, {where}: {pairs['value']:+.1f}{spread} points (paired, {len(mpp)} seeds)")
+
+def keep_weights(checkpoint: Checkpoint, recipe: Path, folder: Path) -> None:
+    """A run of its own with one checkpoint and its recipe; whole or not there. Files are linked where the disk can."""
+    place = folder / "checkpoints" / folder_name(checkpoint.step)
+    if place.exists():
+        return
+    make_folder(place.parent)
+    replace_file(folder / "recipe.yaml", [recipe.read_bytes()])
+    fresh = temporary(place)
+    try:
+        shutil.copytree(checkpoint.path, fresh, copy_function=linked)
+        os.rename(fresh, place)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def linked(source: str, target: str) -> None:
+    """No file of a checkpoint is ever written again, so two folders can share it."""
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
 
 
 def labels_of(budget: Budget, seed: int) -> All | PerClass:
@@ -306,5 +402,5 @@ def slug(name: str) -> str:
     return name.replace(",", "").replace(" ", "_")
 
 
-def percent(value: float, spread: float | None) -> str:
-    return f"{100 * value:.1f}" + ("" if spread is None else f" ±{100 * spread:.1f}")
+def percent(value: float, spread: float | None, signed: bool = False) -> str:
+    return f"{100 * value:{'+' if signed else ''}.1f}" + ("" if spread is None else f" ±{100 * spread:.1f}")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 from mpp import ladder as job
@@ -68,13 +69,23 @@ def test_the_table_holds_every_method_and_the_same_command_goes_on(run, tmp_path
         "fine-tuned, mpp",
         "fine-tuned, scratch",
         "fine-tuned, scratch, total compute",
+        "gain over scratch",
+        "gain over scratch, total compute",
     }
-    assert {row["budget"] for row in rows} == {2, "all"} and "gain over scratch, 2 per class" in told
+    assert {row["budget"] for row in rows} == {2, "all"} and "gain over scratch, total compute" in told
+    tuned = next(row for row in rows if (row["method"], row["budget"]) == ("fine-tuned, mpp", 2))
+    assert tuned["learning_rate"] in (1e-3, 3e-3) and (tuned["steps"], tuned["seeds"]) == (6, 2)
+    assert tuned["value"] == pytest.approx(sum(tuned["values"].values()) / 2) and tuned["dataset"] == "data"
+    gain = next(row for row in rows if (row["method"], row["budget"]) == ("gain over scratch", 2))
+    scratch = next(row for row in rows if (row["method"], row["budget"]) == ("fine-tuned, scratch", 2))
+    differences = [tuned["values"][seed] - scratch["values"][seed] for seed in ("0", "1")]
+    assert gain["values"] == {"0": differences[0], "1": differences[1]} and gain["metric"] == "top1_gain"
+    assert "is at the edge of learning_rates" in told  # both of two rates are
     assert (tmp_path / "out" / "ladder.png").stat().st_size > 5000
     longer = load_steps(tmp_path / "out" / "runs" / "scratch_total_compute_2_seed1")
     assert longer == 6 + round(4 * 8 / 6)
     states = {file: file.read_bytes() for file in (tmp_path / "out").rglob("manifest.json")}
-    assert len(states) == 2 * 2 + 3 * 2 * 2  # the sweep of two starts, then every start, budget and seed
+    assert len(states) == 1 + 2 * 2 + 3 * 2 * 2  # the kept weights, the sweep of two starts, every start, budget, seed
     results = tmp_path / "out" / "runs" / "mpp_2_seed0" / "results.jsonl"
     before = (tmp_path / "out" / "ladder.txt").read_text()
     row = json.loads(results.read_text().splitlines()[0]) | {"evaluation": "knn", "value": 0.123}
@@ -91,12 +102,31 @@ def load_steps(folder: Path) -> int:
 def test_starts_differ_in_their_weights_alone(run, tmp_path):
     ladder = job.begin(str(run), config(run, tmp_path / "out"))
     mpp, scratch = (ladder._config(start, 2, 1, 1e-3) for start in ladder.starts[:2])
-    assert (mpp.init, scratch.init) == (str(run), "scratch")
+    assert (mpp.init, scratch.init) == (str(tmp_path / "out" / "weights"), "scratch")
     from dataclasses import replace
 
     assert replace(mpp, init="scratch", out=scratch.out) == scratch
     assert (mpp.labels.count, mpp.labels.seed, mpp.train.seed, mpp.labels.validation) == (2, 1, 1, 0)
     assert mpp.backbone.embed_dim == 32
+
+
+def test_drop_path_and_dropout_are_the_fine_tuning_s_alone(run, tmp_path):
+    plain = job.begin(str(run), config(run, tmp_path / "out"))
+    asked = job.begin(str(run), config(run, tmp_path / "out", "--drop_path=0.2", "--dropout=0.1"))
+    first, second = (ladder._config(ladder.starts[0], 2, 0, 1e-3).backbone for ladder in (plain, asked))
+    assert (first.drop_path, first.dropout, second.drop_path, second.dropout) == (0.0, 0.0, 0.2, 0.1)
+    assert asked.recipe.backbone.drop_path == 0.0
+
+
+def test_dropout_of_a_backbone_without_it_is_refused(run, tmp_path):
+    recipe = (run / "recipe.yaml").read_text()
+    try:
+        text = yaml.safe_load(recipe) | {"backbone": {"kind": "timm", "name": "vit_tiny_patch16_224"}}
+        (run / "recipe.yaml").write_text(yaml.safe_dump(text))
+        with pytest.raises(ValueError, match="dropout: a backbone of kind timm has none"):
+            job.begin(str(run), config(run, tmp_path / "out", "--dropout=0.1"))
+    finally:
+        (run / "recipe.yaml").write_text(recipe)
 
 
 def test_total_compute_counts_tokens(run, tmp_path):
@@ -124,11 +154,37 @@ def test_what_is_the_ladder_s_own_is_refused(run, tmp_path, word, message):
         config(run, tmp_path / "out", word)
 
 
-def test_one_table_is_of_one_state_of_the_run(run, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "ladder.json").write_text(json.dumps({"weights": str(run), "step": 2}))
-    with pytest.raises(ValueError, match="'step': 2"):
+def test_one_table_is_of_one_state_of_the_run_and_keeps_a_copy_of_it(run, tmp_path):
+    ladder = job.begin(str(run), config(run, tmp_path / "out"))
+    ladder._pin()
+    ladder._pin()
+    kept = tmp_path / "out" / "weights" / "checkpoints" / "00000004"
+    assert (kept / "model.safetensors").read_bytes() == (ladder.checkpoint.path / "model.safetensors").read_bytes()
+    pinned = tmp_path / "out" / "ladder.json"
+    pinned.write_text(json.dumps(json.loads(pinned.read_text()) | {"step": 2, "sha256": "other"}))
+    with pytest.raises(ValueError, match="ladder of step 2 of"):
         job.begin(str(run), config(run, tmp_path / "out")).go()
+
+
+def test_a_ladder_goes_on_from_its_own_copy(run, tmp_path):
+    job.begin(str(run), config(run, tmp_path / "out"))._pin()
+    again = job.begin(str(tmp_path / "out" / "weights"), config(run, tmp_path / "out"))
+    again._pin()
+    assert again._config(again.starts[0], 2, 0, 1e-3) == job.begin(str(run), config(run, tmp_path / "out"))._config(
+        again.starts[0], 2, 0, 1e-3
+    )
+
+
+def test_a_cell_says_how_many_of_its_seeds_are_done(run, tmp_path):
+    whole = job.Cell("mpp", 2, {"value": 0.5, "spread": None, "seeds": 1, "wanted_seeds": 1})
+    half = job.Cell("mpp", 2, {"value": 0.5, "spread": 0.01, "seeds": 2, "wanted_seeds": 3})
+    gain = job.Cell("mpp", 2, {"value": 0.5, "spread": 0.01, "seeds": 3, "wanted_seeds": 3}, "top1_gain")
+    assert (whole.text, half.text, gain.text) == ("50.0", "50.0 ±1.0 (2 of 3)", "+50.0 ±1.0")
+
+
+def test_supervised_weights_that_do_not_fit_are_refused_at_the_start(run, tmp_path):
+    with pytest.raises(ValueError, match="no such"):
+        job.begin(str(run), config(run, tmp_path / "out", "--supervised=no/such"))
 
 
 def test_several_processes_are_refused(run, tmp_path, monkeypatch):
