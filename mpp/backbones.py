@@ -17,6 +17,8 @@ from mpp.patches import Size, grid_of, pair
 from mpp.plain_vit import corrupted_tokens, is_plain_vit
 
 Pool = Literal["mean", "cls"]
+Readout = Pool | Literal["both"]
+Layers = tuple[int, ...] | Literal["all"]
 
 
 def build_backbone(spec: ViT | Timm, channels: int, seed: int) -> "Backbone":
@@ -123,29 +125,40 @@ class Backbone(nn.Module):
         return gather(tokens[:, self.num_prefix_tokens :], plan.corrupted)
 
     def features(
-        self, images: Tensor, pools: Sequence[Pool] = ("mean",), layers: Sequence[int] = (-1,)
-    ) -> dict[tuple[Pool, int], Tensor]:
+        self, images: Tensor, pools: Sequence[Readout] = ("mean",), layers: Sequence[int] = (-1,)
+    ) -> dict[tuple[Readout, int], Tensor]:
         """uint8 (B, C, H, W) -> {(pool, layer): (B, D)}, all after the final norm; negative layers count from the last.
 
-        `mean` is over the patch tokens: the class token gets no loss in masked patch prediction (METHOD.md 1).
+        `mean` is over the patch tokens: the class token gets no loss in masked patch prediction (METHOD.md 1). `both`
+        is the class token and behind it the mean, (B, 2 D).
         """
         self.check_readout(pools, layers)
         outputs = {}
         for layer, tokens in zip(layers, self._layer_tokens(images, layers), strict=True):
             pooled = {"mean": tokens[:, self.num_prefix_tokens :].mean(1), "cls": tokens[:, 0]}
+            pooled["both"] = torch.cat([pooled["cls"], pooled["mean"]], 1)
             outputs |= {(pool, layer): pooled[pool] for pool in pools}
         return outputs
+
+    def width(self, pool: Readout) -> int:
+        """Features of an image under a pooling."""
+        return self.embed_dim * (2 if pool == "both" else 1)
+
+    def layers_of(self, layers: Layers) -> tuple[int, ...]:
+        """The blocks that a recipe asks for; `all`: from the first, 0, to the last."""
+        return tuple(range(self.depth)) if layers == "all" else layers
 
     def tokens(self, images: Tensor, layers: Sequence[int] = (-1,)) -> list[Tensor]:
         """uint8 (B, C, H, W) -> for each layer the patch tokens (B, N, D), after the final norm."""
         self.check_readout((), layers)
         return [tokens[:, self.num_prefix_tokens :] for tokens in self._layer_tokens(images, layers)]
 
-    def check_readout(self, pools: Sequence[Pool], layers: Sequence[int]) -> None:
+    def check_readout(self, pools: Sequence[Readout], layers: Sequence[int] | Literal["all"]) -> None:
         """ValueError for a pooling or layer that this backbone does not have."""
-        if "cls" in pools and getattr(self.model, "cls_token", None) is None:
-            raise ValueError("pool: cls asks for a class token and this backbone has none; try pool: mean")
-        if not all(-self.depth <= layer < self.depth for layer in layers):
+        asking = [pool for pool in pools if pool != "mean"]
+        if asking and getattr(self.model, "cls_token", None) is None:
+            raise ValueError(f"pool: {asking[0]} asks for a class token and this backbone has none; try pool: mean")
+        if layers != "all" and not all(-self.depth <= layer < self.depth for layer in layers):
             raise ValueError(
                 f"layers {list(layers)} of a backbone with {self.depth}: expected {-self.depth} .. {self.depth - 1}"
             )

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-EXIT_FAILED = 1  # once it had begun: numbers that are not finite, data that went bad
-EXIT_MISTAKE = 2  # in recipe, data or folder, before the first step
+from mpp.exit_codes import EXIT_FAILED, EXIT_MISTAKE
 
 
 def run(name: str, read: Callable[[list[str]], Any]) -> int:

@@ -1,27 +1,28 @@
 """The job: frozen-feature evaluation of any weights, beside the same network untrained."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, MinLen
 
-from mpp.architectures import ImageSize
+from mpp.architectures import BackboneSpec, ImageSize
 from mpp.backbones import Backbone, build_backbone, choose_attention, create_backbone
 from mpp.classify_recipe import ClassifyConfig
 from mpp.config import RecipeError, load_recipe
 from mpp.data.skipped import SkipList
 from mpp.data.sources import Source, open_splits
 from mpp.evaluation.classifier import StoredClassifier
-from mpp.evaluation.features import Features, check, evaluate
+from mpp.evaluation.features import Features, check
 from mpp.evaluation.kinds import AnyEvaluation
 from mpp.evaluation.knn import KNN
-from mpp.job import EXIT_STOPPED
+from mpp.exit_codes import EXIT_FAILED, EXIT_STOPPED
 from mpp.metrics import JsonLines, commit, comparison
 from mpp.positions import Resampling
 from mpp.pretrain_recipe import PretrainConfig
 from mpp.runtime import Runtime, start
-from mpp.weights import checkpoint_at, load_backbone, stored_classifier
+from mpp.weights import checkpoint_at, load_backbone, load_into, stored_classifier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class EvaluateConfig:
     """labelled images; null = those of the run"""
     image_size: ImageSize | None = None
     """pixels, or [height, width]; null = that of the weights"""
+    backbone: BackboneSpec | None = None
+    """the architecture of a bare file of weights, with its pixel statistics; other weights bring their own"""
     resampling: Resampling = "bilinear-corners"
     """how position embeddings are interpolated for another image_size"""
     baseline: Literal["none", "random"] = "none"
@@ -59,16 +62,17 @@ class Evaluating:
         self.out = config.out or self.run or Path("runs") / f"evaluate_{Path(weights.replace(':', '_')).name}"
         data = config.data or (self.recipe.data if self.recipe else None)
         if data is None:
-            raise ValueError("data: needed, as these weights bring no recipe; name labelled images, --data.path DIR")
+            raise ValueError(
+                "data: needed, as these weights bring no recipe; name labelled images: "
+                "--data.kind class_folders --data.path DIR"
+            )
         self.data: Any = data
         channels = {source.channels for source in self._sources()}
         if len(channels) > 1:
             raise ValueError(f"evaluations: data of {sorted(channels)} channels; expected the same for all")
         with runtime.accelerator.main_process_first():
             self.opened = {repr(source): open_splits(source) for source in self._sources()}
-            self.backbone = load_backbone(
-                weights, image_size=config.image_size, resampling=config.resampling, channels=channels.pop()
-            )
+            self.backbone = self._load(channels.pop())
         self.classifier = stored_classifier(weights, self.backbone)
         for evaluation in config.evaluations:
             splits = self.opened[repr(evaluation.data or self.data)]
@@ -76,8 +80,23 @@ class Evaluating:
             if isinstance(evaluation, StoredClassifier):
                 evaluation.check_classifier(self.classifier, splits.train.classes or (), splits.description)
 
+    def _load(self, channels: int) -> Backbone:
+        """The backbone of the weights, or of the recipe where they are a bare file."""
+        config, weights = self.config, self.weights
+        if config.backbone is None:
+            return load_backbone(weights, image_size=config.image_size, resampling=config.resampling, channels=channels)
+        if not Path(weights).is_file():
+            raise ValueError(f"backbone: {weights} brings its own architecture; leave it out")
+        backbone = build_backbone(self._spec(config.backbone, config.image_size), channels, seed=0)
+        load_into(backbone, weights, config.resampling)
+        return backbone
+
+    @staticmethod
+    def _spec(spec: BackboneSpec, image_size: ImageSize | None) -> BackboneSpec:
+        return spec if image_size is None else replace(spec, image_size=image_size)
+
     def go(self) -> int:
-        """Rows of results.jsonl and a table; 0."""
+        """Rows of results.jsonl, written as each evaluation ends, and a table; 0, or 1 where one gave no answer."""
         say = self.runtime.log
         say(f"weights    {self.backbone.origin}")
         say(f"data       {self.opened[repr(self.data)].description}")
@@ -87,35 +106,52 @@ class Evaluating:
         backbones = {"trained": self.backbone}
         if self.config.baseline == "random":
             backbones = {"untrained": self._untrained(), **backbones}
-        rows = []
+        rows, failed = [], 0
         for which, backbone in backbones.items():
-            rows += self._rows(which, backbone)
-            if self.runtime.stop.agreed():
-                say("stopped; nothing was written, the same command begins again")
-                return EXIT_STOPPED
-        for row in rows:
-            file.write(row)
+            features = self._features(which, backbone)
+            for evaluation in self.config.evaluations:
+                try:
+                    found = list(self._rows(which, evaluation, features))
+                except ValueError as error:  # the other evaluations are not lost over it
+                    say(f"{evaluation.kind} gave no score for the {which} backbone: {error}")
+                    failed += 1
+                    continue
+                finally:
+                    self._note(features)
+                for row in found:
+                    file.write(row)
+                rows += found
+                if self.runtime.stop.agreed():
+                    say(f"stopped; {len(rows)} rows were added to {file.path}, and the same command measures all again")
+                    return EXIT_STOPPED
         say(f"\n{comparison(rows)}\n\n{len(rows)} rows added to {file.path}")
-        return 0
+        return EXIT_FAILED if failed else 0
 
     def _sources(self) -> list[Any]:
         return [self.data, *(e.data for e in self.config.evaluations if e.data is not None)]
 
-    def _rows(self, which: str, backbone: Backbone) -> list[dict[str, Any]]:
+    def _features(self, which: str, backbone: Backbone) -> Features:
+        """Features of one of the two backbones, shared by all evaluations."""
         backbone = backbone.to(self.runtime.device)
         choose_attention(backbone, self.runtime.device, "fp32")
         features = Features(backbone, self.runtime, self.config.evaluations, self.data, self.opened)
         features.classifier = self.classifier if which == "trained" else None
+        return features
+
+    def _rows(self, which: str, evaluation: Any, features: Features) -> Iterator[dict[str, Any]]:
+        """An evaluation's rows with what only the job knows."""
         head = {"run": str(self.run or self.weights), "step": step_of(self.run, self.weights), "backbone": which}
-        size = list(backbone.image_size)
-        rows = [
-            head | row | {"image_size": size, "commit": commit()} for row in evaluate(self.config.evaluations, features)
-        ]
+        size = list(features.backbone.image_size)
+        for row in evaluation(features):
+            yield head | row | {"setting": row["setting"] | {"image_size": size}, "commit": commit()}
+
+    def _note(self, features: Features) -> None:
+        """What could not be read, to skipped.jsonl."""
         skips = SkipList(JsonLines(self.out / "skipped.jsonl", self.runtime.is_main), self.runtime.gather_objects)
         for where, skip in features.skipped:
             skips.add(where, [skip])
+        features.skipped.clear()
         skips.flush()
-        return rows
 
     def _untrained(self) -> Backbone:
         """The network before its first step: of a run that began from nothing exactly that, else of seed 0."""
@@ -123,14 +159,16 @@ class Evaluating:
         if self.recipe is not None:
             spec = replace(self.recipe.backbone, image_size=own.image_size)
             return build_backbone(spec, own.channels, self.recipe.train.seed)
+        if self.config.backbone is not None:
+            return build_backbone(self._spec(self.config.backbone, self.config.image_size), own.channels, seed=0)
         return create_backbone(own.name, own.arguments, own.channels, tuple(own.mean.tolist()), tuple(own.std.tolist()))
 
 
 def run_of(weights: str) -> Path | None:
     """The run folder that a spec names by itself or by one of its checkpoints; None for other weights."""
     path = Path(weights)
-    places = (path, path.parent.parent)
-    return next((place for place in places if (place / "recipe.yaml").is_file()), None) if path.is_dir() else None
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    return run if path.is_dir() and (run / "recipe.yaml").is_file() else None
 
 
 def recipe_of(run: Path) -> PretrainConfig | ClassifyConfig:

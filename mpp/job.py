@@ -16,6 +16,7 @@ from mpp.data.loader import Pictures, TrainingViews, training_batches
 from mpp.data.order import Share
 from mpp.data.skipped import SkipList
 from mpp.data.sources import Subset
+from mpp.exit_codes import EXIT_STOPPED
 from mpp.header import of_time
 from mpp.metrics import commit
 from mpp.optim import Extend, LearningRate
@@ -25,8 +26,6 @@ from mpp.run_folder import Run, extension
 from mpp.runtime import Runtime, environment
 from mpp.trace import Trace
 from mpp.trainer import Event, Train, Trainer
-
-EXIT_STOPPED = 75  # a signal ended the run before its end: the same command goes on (EX_TEMPFAIL of sysexits)
 
 
 class Job:

@@ -29,8 +29,8 @@ from mpp.evaluation.kinds import Evaluation
 from mpp.evaluation.knn import KNN
 from mpp.evaluation.linear import LinearProbe
 from mpp.evaluation.scores import at_edge, summary
+from mpp.exit_codes import EXIT_STOPPED
 from mpp.inspection import ladder as picture
-from mpp.job import EXIT_STOPPED
 from mpp.metrics import JsonLines, commit, table
 from mpp.patches import pair
 from mpp.pretrain_recipe import PretrainConfig
@@ -249,14 +249,14 @@ class Ladder:
         return best
 
     def _rungs(self) -> int:
-        """Every start at every budget with every seed; the table grows with each."""
-        for budget in self.config.budgets:
+        """Every start at every budget with every seed, long ones last; the table grows with each."""
+        for more in sorted({start.more_steps for start in self.starts}):
             for seed in range(self.config.seeds):
-                for start in self.starts:
-                    config = self._config(start, budget, seed, self.rates[start.name])
-                    if code := run_one(config):
-                        return code
-                    self._write()
+                for budget in self.config.budgets:
+                    for start in (one for one in self.starts if one.more_steps == more):
+                        if code := run_one(self._config(start, budget, seed, self.rates[start.name])):
+                            return code
+                        self._write()
         return 0
 
     def _config(self, start: Start, budget: Budget, seed: int, rate: float, validation: float = 0.0) -> ClassifyConfig:

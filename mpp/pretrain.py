@@ -10,10 +10,9 @@ from mpp.checkpoint import Checkpoint
 from mpp.data.loader import FixedViews, TrainingViews
 from mpp.data.order import Order
 from mpp.data.sources import open_splits
-from mpp.evaluation.features import Features, check, evaluate
+from mpp.evaluation.features import Features, check
 from mpp.header import pretraining_header
 from mpp.heldout import HeldOutLoss
-from mpp.job import EXIT_STOPPED as EXIT_STOPPED
 from mpp.job import Job
 from mpp.metrics import commit, comparison
 from mpp.optim import LearningRate
@@ -163,7 +162,7 @@ class Pretraining(Job):
         What could be refused was refused at the start. Now training must not be lost over it.
         """
         try:
-            return evaluate([evaluation], features)
+            return list(evaluation(features))
         except ValueError as error:
             self.runtime.log(f"{evaluation.kind} gave no score: {error}")
             return []

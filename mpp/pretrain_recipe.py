@@ -105,13 +105,13 @@ class PretrainConfig:
                 )
         depth = backbone.shape()[1]
         for number, evaluation in enumerate(self.evaluations):
-            if not all(-depth <= layer < depth for layer in evaluation.layers):
+            if evaluation.layers != "all" and not all(-depth <= layer < depth for layer in evaluation.layers):
                 yield (
                     f"evaluations.{number}.layers",
                     f"{list(evaluation.layers)} of a backbone with {depth} blocks",
                 )
-            if "cls" in evaluation.pool and not backbone.class_token:
+            if set(evaluation.pool) - {"mean"} and not backbone.class_token:
                 yield (
                     f"evaluations.{number}.pool",
-                    "cls asks for a class token and backbone.class_token is false",
+                    f"{list(evaluation.pool)} asks for a class token and backbone.class_token is false",
                 )

@@ -49,7 +49,7 @@ def load_backbone(
     if not stored.described:
         raise ValueError(
             f"{spec} is a bare file and names no architecture; give a folder with a config.json beside it, or name "
-            f"the architecture in a recipe's backbone and the file as its init"
+            f"the architecture in the recipe's backbone"
         )
     _check_channels(stored, channels)
     backbone = _created(stored, stored.architecture, stored.arguments, image_size, regularization)

@@ -17,7 +17,7 @@ from mpp import pretrain as pretraining
 from mpp.checkpoint import Checkpoint
 from mpp.classify import ClassifyConfig
 from mpp.config import RecipeError, load_recipe
-from mpp.job import EXIT_STOPPED
+from mpp.exit_codes import EXIT_STOPPED
 from mpp.pretrain_recipe import PretrainConfig
 
 BACKBONE = "backbone: {kind: vit, patch_size: 8, image_size: 32, embed_dim: 32, depth: 2, num_heads: 2}\n"

@@ -1,16 +1,20 @@
 """Frozen-feature evaluation of weights on disk: the same rows as in the loop, beside the untrained twin."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import yaml
 from PIL import Image
 
 from mpp import evaluate as job
 from mpp import pretrain as pretraining
 from mpp.config import load_recipe
 from mpp.evaluate import EvaluateConfig
+from mpp.evaluation.fewshot import FewShot
 from mpp.pretrain_recipe import PretrainConfig
 
 RECIPE = """
@@ -39,8 +43,8 @@ def run(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def asked(*words) -> EvaluateConfig:
-    return load_recipe(EvaluateConfig, [ASKED, "--threads=1", *words])
+def asked(*words, evaluations=ASKED) -> EvaluateConfig:
+    return load_recipe(EvaluateConfig, [evaluations, "--threads=1", *words])
 
 
 def scores(rows) -> dict:
@@ -74,7 +78,66 @@ def test_rows_are_added_to_the_run_s_own_and_lost_by_no_restart(run):
 
 def test_another_resolution_says_so(run, tmp_path):
     assert job.begin(str(run), asked("--image_size=48", f"--out={tmp_path}")).go() == 0
-    assert all(row["image_size"] == [48, 48] for row in rows_of(tmp_path / "results.jsonl"))
+    assert all(row["setting"]["image_size"] == [48, 48] for row in rows_of(tmp_path / "results.jsonl"))
+
+
+def test_all_layers_and_both_poolings_equal_their_parts(run, tmp_path):
+    words = "--evaluations=[{kind: knn, k: [3], layers: %s, pool: %s}]"
+    everything, some = words % ("all", "[both, mean]"), words % ("[1, 0]", "[mean]")
+    assert job.begin(str(run), asked(f"--out={tmp_path / 'all'}", evaluations=everything)).go() == 0
+    assert job.begin(str(run), asked(f"--out={tmp_path / 'two'}", evaluations=some)).go() == 0
+    every = {(r["setting"]["pool"], r["setting"]["layer"]): r["value"] for r in rows_of(tmp_path / "all/results.jsonl")}
+    two = {(r["setting"]["pool"], r["setting"]["layer"]): r["value"] for r in rows_of(tmp_path / "two/results.jsonl")}
+    assert every.keys() == {("both", 0), ("both", 1), ("mean", 0), ("mean", 1)}
+    assert {at: every[at] for at in two} == two
+    backbone = job.load_backbone(str(run))
+    found = backbone.eval().features(torch.zeros(2, 3, 32, 32, dtype=torch.uint8), ("mean", "cls", "both"))
+    assert torch.equal(found["both", -1], torch.cat([found["cls", -1], found["mean", -1]], 1))
+    assert found["both", -1].shape[1] == backbone.width("both") == 64
+
+
+def test_one_evaluation_without_an_answer_costs_no_other_its_rows(run, tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def fails(self, features):
+        calls.append(1)
+        raise ValueError("all features are equal")
+
+    monkeypatch.setattr(FewShot, "__call__", fails)
+    assert job.begin(str(run), asked("--baseline=random", f"--out={tmp_path}")).go() == 1
+    assert len(calls) == 2 and "fewshot gave no score for the trained backbone: all features" in capsys.readouterr().out
+    assert {row["evaluation"] for row in rows_of(tmp_path / "results.jsonl")} == {"knn"}
+
+
+def test_a_signal_is_heeded_after_each_evaluation_and_what_was_measured_is_kept(run, tmp_path):
+    evaluating = job.begin(str(run), asked(f"--out={tmp_path}"))
+    evaluating.runtime.stop.requested = True
+    assert evaluating.go() == 75
+    assert {row["evaluation"] for row in rows_of(tmp_path / "results.jsonl")} == {"knn"}
+
+
+def test_a_bare_file_is_evaluated_with_the_architecture_of_the_recipe(run, tmp_path):
+    file = tmp_path / "weights.safetensors"
+    shutil.copy(run / "checkpoints" / "00000004" / "model.safetensors", file)
+    statistics = yaml.safe_load((run / "recipe.yaml").read_text())["backbone"]
+    described = [f"--backbone={yaml.safe_dump(statistics, default_flow_style=True)}"]
+    data = ["--data.kind=class_folders", f"--data.path={run.parent / 'data'}"]
+    with pytest.raises(ValueError, match="names no architecture"):
+        job.begin(str(file), asked(*data))
+    assert job.begin(str(file), asked(*described, *data, "--baseline=random", f"--out={tmp_path / 'out'}")).go() == 0
+    found = {
+        key: score for key, score in scores(rows_of(tmp_path / "out" / "results.jsonl")).items() if "trained" in key
+    }
+    assert found.items() <= scores(rows_of(run / "results.jsonl")).items()
+    with pytest.raises(ValueError, match="brings its own architecture"):
+        job.begin(str(run), asked(*described))
+
+
+def test_a_folder_below_a_run_is_no_checkpoint_of_it(run):
+    (run / "exports" / "timm").mkdir(parents=True)
+    assert (
+        job.run_of(str(run / "exports" / "timm")) is None and job.run_of(str(run / "checkpoints" / "00000004")) == run
+    )
 
 
 @pytest.mark.parametrize(

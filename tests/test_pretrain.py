@@ -14,7 +14,8 @@ from PIL import Image
 from mpp import pretrain as job
 from mpp.checkpoint import Checkpoint
 from mpp.config import RecipeError, load_recipe
-from mpp.pretrain import EXIT_STOPPED, PretrainConfig
+from mpp.exit_codes import EXIT_STOPPED
+from mpp.pretrain import PretrainConfig
 
 TINY = """
 augment: {crop: {kind: shifted_crop, padding: 2}}

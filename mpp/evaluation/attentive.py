@@ -36,8 +36,8 @@ class AttentiveProbe(Streamed):
     batch_size: Annotated[int, Ge(2)] = 256
     """images per update over all processes"""
 
-    def places(self) -> list[Place]:
-        return [(layer,) for layer in self.layers]
+    def places(self, backbone: Backbone) -> list[Place]:
+        return [(layer,) for layer in backbone.layers_of(self.layers)]
 
     def setting(self, place: Place, backbone: Backbone) -> dict[str, Any]:
         return {"num_heads": self.heads_for(backbone.embed_dim), "epochs": self.epochs, "layer": place[0]}
@@ -126,8 +126,9 @@ class AttentiveHeads:
     @torch.no_grad()
     def _tokens(self, images: Tensor) -> dict[Place, Tensor]:
         """The patch tokens, (B, N, D), after each layer and the final norm."""
-        layers = self.backbone.tokens(images, self.probe.layers)
-        return {(at,): tokens.float() for at, tokens in zip(self.probe.layers, layers, strict=True)}
+        layers = self.backbone.layers_of(self.probe.layers)
+        tokens = self.backbone.tokens(images, layers)
+        return {(layer,): found.float() for layer, found in zip(layers, tokens, strict=True)}
 
     def _initial(self, classes: int, seed: int) -> AttentiveHead:
         """The same for every rate: a function of the seed."""

@@ -8,7 +8,7 @@ import torch
 from annotated_types import Ge, Lt, MinLen
 from torch import Tensor, nn
 
-from mpp.backbones import Backbone
+from mpp.backbones import Backbone, Readout
 from mpp.chance import Purpose, seed_of
 from mpp.evaluation.knn import repeats
 from mpp.evaluation.streamed import MicroBatch, Place, Rates, Streamed
@@ -23,8 +23,8 @@ class AugmentedProbe(Streamed):
     """
 
     kind: Literal["linear_augmented"] = "linear_augmented"
-    pool: Annotated[tuple[Literal["mean", "cls"], ...], MinLen(1)] = ("mean",)  # pyright: ignore
-    """features: mean of the patch tokens, class token, or both in turn"""
+    pool: Annotated[tuple[Readout, ...], MinLen(1)] = ("mean",)  # pyright: ignore
+    """features, several in turn: mean of the patch tokens, class token, or both: one behind the other"""
     optimizer: Literal["lars", "sgd"] = "lars"
     """lars: the step of the weight is scaled by |weight| / |gradient| / 1000, that of the bias is not"""
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
@@ -35,8 +35,8 @@ class AugmentedProbe(Streamed):
         yield from super().faults()
         yield from repeats(pool=self.pool)
 
-    def places(self) -> list[Place]:
-        return [(pool, layer) for pool in self.pool for layer in self.layers]
+    def places(self, backbone: Backbone) -> list[Place]:
+        return [(pool, layer) for pool in self.pool for layer in backbone.layers_of(self.layers)]
 
     def setting(self, place: Place, backbone: Backbone) -> dict[str, Any]:
         return {"optimizer": self.optimizer, "epochs": self.epochs, "pool": place[0], "layer": place[1]}
@@ -57,11 +57,14 @@ class LinearHeads:
         self, probe: AugmentedProbe, backbone: Backbone, runtime: Runtime, rates: Rates, classes: int, seed: int
     ):
         self.probe, self.backbone, self.runtime, self.rates = probe, backbone, runtime, rates
-        width, device = backbone.embed_dim, runtime.device
+        device = runtime.device
         self.layers = {
-            place: [_initial(width, classes, seed).to(device) for _ in some] for place, some in rates.items()
+            place: [_initial(backbone.width(place[0]), classes, seed).to(device) for _ in some]
+            for place, some in rates.items()
         }
-        self.norms = {place: nn.BatchNorm1d(width, eps=1e-6, affine=False).to(device) for place in rates}
+        self.norms = {
+            place: nn.BatchNorm1d(backbone.width(place[0]), eps=1e-6, affine=False).to(device) for place in rates
+        }
         self.groups, self.optimizer = self._optimizer()
 
     def learn(self, mine: Sequence[MicroBatch], batch_size: int, factor: float) -> dict[Place, Tensor]:
@@ -88,12 +91,15 @@ class LinearHeads:
 
     @torch.no_grad()
     def _features(self, images: Tensor) -> dict[Place, Tensor]:
-        return cast(dict[Place, Tensor], self.backbone.features(images, self.probe.pool, self.probe.layers))
+        layers = self.backbone.layers_of(self.probe.layers)
+        return cast(dict[Place, Tensor], self.backbone.features(images, self.probe.pool, layers))
 
     def _gathered(self, mine: Sequence[MicroBatch], batch_size: int) -> tuple[dict[Place, Tensor], Tensor]:
         """Features (B, D) for each place and labels (B,) of the whole batch."""
         device = self.runtime.device
-        features = {place: torch.zeros(batch_size, self.backbone.embed_dim, device=device) for place in self.layers}
+        features = {
+            place: torch.zeros(batch_size, self.backbone.width(place[0]), device=device) for place in self.layers
+        }
         labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
         for micro in mine:
             rows = micro.rows.to(device)

@@ -1,13 +1,13 @@
 """One feature function for every evaluation: a frozen backbone, every image exactly once, the same on any processes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpp.backbones import Backbone, Pool
+from mpp.backbones import Backbone, Readout
 from mpp.data.dataset import SourceFields
 from mpp.data.loader import FixedViews, Pictures, Skipped, chunks_of, fixed_batches
 from mpp.data.sources import Splits, Subset, open_splits, require_labels
@@ -50,15 +50,20 @@ class Features:
         self.names = names_of([default, *(e.data for e in evaluations if e.data is not None)])
         self.skipped: list[tuple[str, Skipped]] = []
         self.classifier: Classifier | None = None
-        self._done: dict[Any, dict[tuple[Pool, int], Split]] = {}
+        self._done: dict[Any, dict[tuple[Readout, int], Split]] = {}
 
-    def get(self, source: Any, pool: Pool, layer: int) -> Split:
+    def get(self, source: Any, pool: Readout, layer: int) -> Split:
         """The features of a source (null: the default one) under a pooling, after a block."""
         source = source or self.default
         key = repr(source)
         if key not in self._done:
             self._done[key] = self._extract(source)
         return self._done[key][pool, layer]
+
+    def readouts(self, evaluation: Any) -> list[tuple[Readout, int]]:
+        """What an evaluation asks for, (pool, layer), in its order; `all` layers become numbers."""
+        layers = self.backbone.layers_of(evaluation.layers)
+        return [(pool, layer) for pool in evaluation.pool for layer in layers]
 
     def open(self, source: Any) -> Splits:
         """The source's two splits; opened once."""
@@ -67,10 +72,10 @@ class Features:
             self.splits[key] = open_splits(source)
         return self.splits[key]
 
-    def _extract(self, source: Any) -> dict[tuple[Pool, int], Split]:
+    def _extract(self, source: Any) -> dict[tuple[Readout, int], Split]:
         asking = [e for e in self.evaluations if repr(e.data or self.default) == repr(source)]
         pools = sorted({pool for e in asking for pool in e.pool})
-        layers = sorted({layer for e in asking for layer in e.layers})
+        layers = sorted({layer for e in asking for layer in self.backbone.layers_of(e.layers)})
         splits = self.open(source)
         classes, name = splits.train.classes or (), self.names[repr(source)]
         train_x, train_y = self._subset(splits.train, source, f"{name} train", pools, layers)
@@ -79,14 +84,14 @@ class Features:
 
     @torch.no_grad()
     def _subset(
-        self, subset: Subset, source: Any, where: str, pools: Sequence[Pool], layers: Sequence[int]
+        self, subset: Subset, source: Any, where: str, pools: Sequence[Readout], layers: Sequence[int]
     ) -> tuple[dict[Any, Tensor], Tensor]:
         """Every image of a subset through the backbone: features by (pool, layer), and labels."""
         runtime, count = self.runtime, len(subset)
         self.backbone.eval()
         views = FixedViews(Pictures(subset, source.channels, source.range), self.backbone.image_size)
         chunks = chunks_of(count, CHUNK, runtime.rank, runtime.world)
-        rows = {(pool, layer): torch.zeros(count, self.backbone.embed_dim) for pool in pools for layer in layers}
+        rows = {(pool, layer): torch.zeros(count, self.backbone.width(pool)) for pool in pools for layer in layers}
         seen = torch.zeros(count, dtype=torch.int64)
         skipped = 0
         for batch in fixed_batches(views, [places for _, places in chunks]):
@@ -112,11 +117,6 @@ def check(evaluation: Any, splits: Splits, backbone: Backbone) -> None:
     assert train is not None and test is not None
     classes, name = splits.train.classes or (), splits.train.dataset.description
     evaluation.check(Split(none, torch.from_numpy(train), none, torch.from_numpy(test), classes, name))
-
-
-def evaluate(evaluations: Iterable[Any], features: Features) -> list[dict[str, Any]]:
-    """The rows of all evaluations, without what only the job knows (run, step, backbone, commit)."""
-    return [row for evaluation in evaluations for row in evaluation(features)]
 
 
 def name_of(source: Any, parts: int = 1) -> str:

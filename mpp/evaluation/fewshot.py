@@ -9,6 +9,7 @@ import torch
 from annotated_types import Ge, Gt, MinLen
 from torch import Tensor
 
+from mpp.backbones import Layers, Readout
 from mpp.chance import Purpose, hashed
 from mpp.data.sources import Source
 from mpp.evaluation.knn import check_features, check_labels, listed, repeats
@@ -30,10 +31,10 @@ class FewShot:
     kind: Literal["fewshot"] = "fewshot"
     data: Source | None = None
     "labelled images to evaluate on; null: those of the pretraining"
-    pool: Annotated[tuple[Literal["mean", "cls"], ...], MinLen(1)] = ("mean",)
-    "features: mean of the patch tokens, class token, or both in turn"
-    layers: Annotated[tuple[int, ...], MinLen(1)] = (-1,)
-    "blocks after which features are taken; -1 is the last"
+    pool: Annotated[tuple[Readout, ...], MinLen(1)] = ("mean",)
+    "features, several in turn: mean of the patch tokens, class token, or both: one behind the other"
+    layers: Annotated[Layers, MinLen(1)] = (-1,)
+    "blocks after which features are taken; -1 is the last; all: every one"
     shots: Annotated[tuple[Shots, ...], MinLen(1)] = (1, 5, 10, 25)
     "train images per class; all: the full train split"
     seeds: Annotated[int, Ge(1)] = 3
@@ -51,13 +52,12 @@ class FewShot:
 
     def __call__(self, features: "Features") -> Iterator[dict[str, Any]]:
         """One row per pool, layer, shots and l2. `seconds`: all seeds and l2 values, without the features."""
-        for pool in self.pool:
-            for layer in self.layers:
-                split = features.get(self.data, pool, layer)
-                self.check(split)
-                check_features(split)
-                for shots in self.shots:
-                    yield from self._rows(split, shots, {"pool": pool, "layer": layer})
+        for pool, layer in features.readouts(self):
+            split = features.get(self.data, pool, layer)
+            self.check(split)
+            check_features(split)
+            for shots in self.shots:
+                yield from self._rows(split, shots, {"pool": pool, "layer": layer})
 
     def _rows(self, split: "Split", shots: Shots, where: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         started = time.perf_counter()

@@ -9,6 +9,7 @@ import torch
 from annotated_types import Ge, Gt, MinLen
 from torch import Tensor
 
+from mpp.backbones import Layers, Readout
 from mpp.data.sources import Source
 from mpp.evaluation.scores import places_ahead, summary, tops_of
 
@@ -27,10 +28,10 @@ class KNN:
     kind: Literal["knn"] = "knn"
     data: Source | None = None
     "labelled images to evaluate on; null: those of the pretraining"
-    pool: Annotated[tuple[Literal["mean", "cls"], ...], MinLen(1)] = ("mean",)
-    "features: mean of the patch tokens, class token, or both in turn"
-    layers: Annotated[tuple[int, ...], MinLen(1)] = (-1,)
-    "blocks after which features are taken; -1 is the last"
+    pool: Annotated[tuple[Readout, ...], MinLen(1)] = ("mean",)
+    "features, several in turn: mean of the patch tokens, class token, or both: one behind the other"
+    layers: Annotated[Layers, MinLen(1)] = (-1,)
+    "blocks after which features are taken; -1 is the last; all: every one"
     k: Annotated[tuple[Annotated[int, Ge(1)], ...], MinLen(1)] = (10, 20, 100, 200)
     "numbers of neighbours; more than there are train images becomes all of them"
     temperature: Annotated[float, Gt(0)] = 0.07
@@ -45,12 +46,11 @@ class KNN:
 
     def __call__(self, features: "Features") -> Iterator[dict[str, Any]]:
         """One row per pool, layer, k and metric. `seconds`: the search they share, without the features."""
-        for pool in self.pool:
-            for layer in self.layers:
-                split = features.get(self.data, pool, layer)
-                self.check(split)
-                check_features(split)
-                yield from self._rows(split, {"pool": pool, "layer": layer})
+        for pool, layer in features.readouts(self):
+            split = features.get(self.data, pool, layer)
+            self.check(split)
+            check_features(split)
+            yield from self._rows(split, {"pool": pool, "layer": layer})
 
     def _rows(self, split: "Split", where: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         started, images = time.perf_counter(), len(split.test_y)
@@ -185,10 +185,11 @@ def check_features(split: "Split") -> None:
             )
 
 
-def repeats(**fields: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
+def repeats(**fields: tuple[Any, ...] | str) -> Iterator[tuple[str, str]]:
     """Faults of a recipe section: (field, message) for every list that names a value twice."""
     for field, values in fields.items():
-        twice = sorted({str(value) for value in values if values.count(value) > 1})
+        listed = () if isinstance(values, str) else values  # a word, such as `all`, is no list
+        twice = sorted({str(value) for value in listed if listed.count(value) > 1})
         if twice:
             yield field, f"names {', '.join(twice)} more than once"
 

@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Lt, MinLen
 from pydantic import Field
 from torch import Tensor
 
+from mpp.backbones import Layers, Readout
 from mpp.chance import Purpose, seed_of
 from mpp.data.order import Order
 from mpp.data.sources import Source
@@ -134,10 +135,10 @@ class LinearProbe:
     kind: Literal["linear"] = "linear"
     data: Source | None = None
     """labelled images to evaluate on; null: those of the pretraining"""
-    pool: Annotated[tuple[Literal["mean", "cls"], ...], MinLen(1)] = ("mean",)
-    """features: mean of the patch tokens, class token, or both in turn"""
-    layers: Annotated[tuple[int, ...], MinLen(1)] = (-1,)
-    """blocks after which features are taken; -1 is the last"""
+    pool: Annotated[tuple[Readout, ...], MinLen(1)] = ("mean",)
+    """features, several in turn: mean of the patch tokens, class token, or both: one behind the other"""
+    layers: Annotated[Layers, MinLen(1)] = (-1,)
+    """blocks after which features are taken; -1 is the last; all: every one"""
     shots: Annotated[tuple[Shots, ...], MinLen(1)] = ("all",)
     """train images per class; all: the full train split"""
     seeds: Annotated[int, Ge(1)] = 1
@@ -163,14 +164,13 @@ class LinearProbe:
         """One row per pool, layer, shots and metric; `chosen`: per seed, what was chosen, by which score, and how
         the fit ended. `seconds`: all seeds and settings, without the features.
         """
-        for pool in self.pool:
-            for layer in self.layers:
-                split = features.get(self.data, pool, layer)
-                self.check(split)
-                check_features(split)
-                check_varies(split)
-                for shots in self.shots:
-                    yield from self._rows(features, split, shots, {"pool": pool, "layer": layer})
+        for pool, layer in features.readouts(self):
+            split = features.get(self.data, pool, layer)
+            self.check(split)
+            check_features(split)
+            check_varies(split)
+            for shots in self.shots:
+                yield from self._rows(features, split, shots, {"pool": pool, "layer": layer})
 
     def _rows(
         self, features: "Features", split: "Split", shots: Shots, where: Mapping[str, Any]

@@ -17,13 +17,13 @@ import torch
 from annotated_types import Ge, Gt, Lt, MinLen
 from torch import Tensor
 
-from mpp.backbones import Backbone
+from mpp.backbones import Backbone, Layers
 from mpp.chance import Purpose, seed_of
 from mpp.data.loader import FixedViews, Pictures, TrainingViews, chunks_of, fixed_batches
 from mpp.data.order import Order
 from mpp.data.sources import Source, Splits, Subset
 from mpp.data.transforms import Augment, RandomResizedCrop
-from mpp.evaluation.features import CHUNK, Split, name_of
+from mpp.evaluation.features import CHUNK, Split
 from mpp.evaluation.knn import check_labels, repeats
 from mpp.evaluation.scores import (
     at_edge,
@@ -79,8 +79,8 @@ class Streamed(ABC):
     kind: str
     data: Source | None = None
     """labelled images to evaluate on; null: those of the pretraining"""
-    layers: Annotated[tuple[int, ...], MinLen(1)] = (-1,)
-    """blocks after which features are taken; -1 is the last"""
+    layers: Annotated[Layers, MinLen(1)] = (-1,)
+    """blocks after which features are taken; -1 is the last; all: every one"""
     augment: Augment = field(default_factory=lambda: Augment(crop=RandomResizedCrop(scale=(0.08, 1.0))))
     """training views"""
     learning_rates: Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1)] = (0.1,)
@@ -101,7 +101,7 @@ class Streamed(ABC):
     pool: ClassVar[tuple[Any, ...]] = ()  # a section without pooling still answers the question which poolings it needs
 
     @abstractmethod
-    def places(self) -> list[Place]:
+    def places(self, backbone: Backbone) -> list[Place]:
         """Where features are read: one head, and one row, for each."""
 
     @abstractmethod
@@ -131,7 +131,7 @@ class Streamed(ABC):
         self.check(where.labels())
         results = [self._probed(where, seed) for seed in range(self.seeds)]
         seconds = round(time.perf_counter() - started, 3)
-        for place in self.places():
+        for place in self.places(features.backbone):
             for number, top in enumerate(tops_of(where.classes)):
                 yield {
                     "evaluation": self.kind,
@@ -147,10 +147,11 @@ class Streamed(ABC):
     def _probed(self, where: "_Where", seed: int) -> dict[Place, tuple[Tensor, int, dict[str, Any]]]:
         """Place -> hits on test for each top, images counted, what was chosen."""
         rates = tuple(sorted(self.learning_rates))
-        best, score = dict.fromkeys(self.places(), 0), dict[Place, float]()
+        places = self.places(where.features.backbone)
+        best, score = dict.fromkeys(places, 0), dict[Place, float]()
         if len(rates) > 1:
             train, held = where.cut(self.validation, seed)
-            learner, _ = self._trained(where, train, dict.fromkeys(self.places(), rates), seed)
+            learner, _ = self._trained(where, train, dict.fromkeys(places, rates), seed)
             counts, images = where.scored(learner, held, "train", (1,))
             for place, count in counts.items():
                 top1 = [int(right) / images for right in count[:, 0]]
@@ -227,7 +228,7 @@ class _Where:
     @classmethod
     def of(cls, probe: Streamed, features: "Features") -> "_Where":
         source = probe.data or features.default
-        return cls(features, source, features.open(source), name_of(source))
+        return cls(features, source, features.open(source), features.names[repr(source)])
 
     @property
     def classes(self) -> int:

@@ -18,6 +18,12 @@ class Frozen:
     def check_readout(self, pools, layers):
         pass
 
+    def layers_of(self, layers):
+        return layers
+
+    def width(self, pool):
+        return self.embed_dim
+
     def tokens(self, images, layers):
         tokens = images.float().view(len(images), -1, 8) / 255
         return [tokens * (1 + i) for i, _ in enumerate(layers)]
@@ -28,7 +34,7 @@ ALONE = SimpleNamespace(device=torch.device("cpu"), summed=lambda values: values
 
 def learner(rates=(0.01,), **fields):
     probe = AttentiveProbe(num_heads=2, **fields)
-    return probe.learner(Frozen(), ALONE, dict.fromkeys(probe.places(), rates), 3, 0)
+    return probe.learner(Frozen(), ALONE, dict.fromkeys(probe.places(Frozen()), rates), 3, 0)
 
 
 def batch(seed=0, images=12):

@@ -16,6 +16,12 @@ class Frozen:
     def check_readout(self, pools, layers):
         pass
 
+    def layers_of(self, layers):
+        return layers
+
+    def width(self, pool):
+        return self.embed_dim
+
     def features(self, images, pools, layers):
         return {("mean", -1): images[:, 0, 0].float()}
 

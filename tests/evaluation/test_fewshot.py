@@ -25,8 +25,12 @@ def clouds(classes=4, train=240, test=100, dim=16, seed=0, name="clouds"):
     )
 
 
+def readouts(probe):
+    return [(pool, layer) for pool in probe.pool for layer in probe.layers]
+
+
 def features_of(split):
-    return SimpleNamespace(get=lambda source, pool, layer: split)
+    return SimpleNamespace(get=lambda source, pool, layer: split, readouts=readouts)
 
 
 def changed(split, **fields):
@@ -253,7 +257,7 @@ def test_two_calls_give_the_same_rows():
 def test_the_features_asked_for_are_those_of_the_recipe():
     asked, split = [], clouds()
     evaluation = FewShot(pool=("mean", "cls"), layers=(1, -1), shots=(1,))
-    rows = list(evaluation(SimpleNamespace(get=lambda *key: asked.append(key) or split)))
+    rows = list(evaluation(SimpleNamespace(get=lambda *key: asked.append(key) or split, readouts=readouts)))
     assert asked == [(None, "mean", 1), (None, "mean", -1), (None, "cls", 1), (None, "cls", -1)]
     assert [(row["setting"]["pool"], row["setting"]["layer"]) for row in rows] == [key[1:] for key in asked]
 

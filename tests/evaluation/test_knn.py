@@ -25,8 +25,12 @@ def clouds(classes=7, train=210, test=90, dim=12, seed=0, name="clouds"):
     )
 
 
+def readouts(probe):
+    return [(pool, layer) for pool in probe.pool for layer in probe.layers]
+
+
 def features_of(split):
-    return SimpleNamespace(get=lambda source, pool, layer: split)
+    return SimpleNamespace(get=lambda source, pool, layer: split, readouts=readouts)
 
 
 def changed(split, **fields):
@@ -189,7 +193,11 @@ def test_two_calls_give_the_same_rows():
 
 def test_the_features_asked_for_are_those_of_the_recipe():
     asked, split = [], clouds()
-    list(KNN(pool=("cls",), layers=(2, -1))(SimpleNamespace(get=lambda *key: asked.append(key) or split)))
+    list(
+        KNN(pool=("cls",), layers=(2, -1))(
+            SimpleNamespace(get=lambda *key: asked.append(key) or split, readouts=readouts)
+        )
+    )
     assert asked == [(None, "cls", 2), (None, "cls", -1)]
 
 

@@ -33,9 +33,13 @@ def clouds(classes=4, train=240, test=100, dim=12, seed=0, distance=0.5, name="c
     )
 
 
+def readouts(probe):
+    return [(pool, layer) for pool in probe.pool for layer in probe.layers]
+
+
 def features_of(split, lines=None):
     runtime = SimpleNamespace(device=CPU, log=[].append if lines is None else lines.append)
-    return SimpleNamespace(get=lambda source, pool, layer: split, runtime=runtime)
+    return SimpleNamespace(get=lambda source, pool, layer: split, readouts=readouts, runtime=runtime)
 
 
 def changed(split, **fields):

@@ -22,7 +22,7 @@ from mpp.config import load_recipe
 from mpp.data.sources import Splits, Subset
 from mpp.evaluation.attentive import AttentiveProbe
 from mpp.evaluation.augmented import AugmentedProbe
-from mpp.evaluation.features import CHUNK, Features, evaluate
+from mpp.evaluation.features import CHUNK, Features
 from mpp.evaluation.fewshot import FewShot
 from mpp.evaluation.knn import KNN
 from mpp.evaluation.linear import SGD, LinearProbe
@@ -135,8 +135,10 @@ def test_many_rates_in_one_pass_equal_separate_passes(probe):
     train = Colours(24)
     for some in (rates, rates[:1], rates[1:]):
         features = features_of([probe], train, train)
-        learner = probe.learner(features.backbone.eval(), features.runtime, dict.fromkeys(probe.places(), some), 2, 0)
-        place = probe.places()[0]
+        learner = probe.learner(
+            features.backbone.eval(), features.runtime, dict.fromkeys(probe.places(features.backbone), some), 2, 0
+        )
+        place = probe.places(features.backbone)[0]
         batches = list(probe._batches(_Where.of(probe, features), features.open(None or Source()).train, 0, 5))
         losses[some] = torch.stack([learner.learn(mine, 8, 1.0)[place].double() for mine in batches])
     assert torch.allclose(losses[rates][:, 0], losses[rates[:1]][:, 0], atol=1e-6)
@@ -222,7 +224,7 @@ def ranks(out: Path) -> None:
         KNN(k=(5,)),
     ]
     features = features_of(probes, Colours(97, classes=6), Colours(97, classes=6, seed=1, bad=[5]), runtime)
-    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in evaluate(probes, features)]
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for probe in probes for row in probe(features)]
     out.with_suffix(f".{runtime.rank}").write_text(json.dumps(rows))
 
 
