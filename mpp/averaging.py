@@ -32,6 +32,13 @@ class Average:
     start: Annotated[int, Ge(0)] = 0
     """updates before averaging begins; until then the average is the weights themselves"""
 
+    def is_too_long_for(self, steps: int) -> bool:
+        """Whether more than a tenth of the average would still be the weights it began with, after all steps."""
+        share = 1.0
+        for step in range(self.start + 1, min(steps, 100_000) + 1):
+            share *= self.factor(step)
+        return share > 0.1
+
     def factor(self, step: int) -> float:
         """The share that stays after update `step` (1: the first)."""
         updates = step - self.start

@@ -2,8 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -204,22 +204,52 @@ class Classifying(Job):
         began = time.perf_counter()
         with self._kept():
             scored = self._score("test", self.test)
-        counts, dataset = scored.counts(len(self.classes)), name_of(self.config.data)
-        setting = {"init": self.config.init, "train_images": len(self.train), "image_size": self.backbone.image_size}
-        setting |= {"view": self.config.view.kind, "crop": self.config.view.crop, "pool": self.config.pool}
-        setting["kept_step"] = self.best.step or step
+        counts, dataset, setting = scored.counts(len(self.classes)), name_of(self.config.data), self._setting(step)
         seconds = time.perf_counter() - began
         rows = [*counts.rows(dataset, setting, seconds), *counts.class_rows(dataset, setting, seconds, self.classes)]
         if self.real:
-            names = [name for name, good in zip(_names(self.test), scored.good.tolist(), strict=True) if good]
-            real = real_score(scored.top[scored.good, 0], names, self.real, allow_missing=len(names) < len(self.test))
-            rows.append(real.row(dataset, setting, seconds))
+            rows.append(self._real_row(scored, setting, seconds))
+        self._write_rows(step, rows)
+        if self.runtime.is_main and not counts.is_large:
+            path = self.files.path / "pictures" / "confusion.png"
+            confusion.draw(counts.confusion.numpy(), self.classes, path, f"{dataset}, step {setting['kept_step']:,}")
+
+    def _setting(self, step: int) -> dict[str, Any]:
+        """What identifies the rows of a test."""
+        config = self.config
+        return {
+            "init": config.init,
+            "train_images": len(self.train),
+            "image_size": self.backbone.image_size,
+            "view": config.view.kind,
+            "crop": config.view.crop,
+            "pool": config.pool,
+            "kept_step": self.best.step or step,
+        }
+
+    def _real_row(self, scored: Scored, setting: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Accuracy by the labels of ImageNet-ReaL, of the pictures that could be read."""
+        assert self.real is not None
+        names = [name for name, good in zip(_names(self.test), scored.good.tolist(), strict=True) if good]
+        real = real_score(scored.top[scored.good, 0], names, self.real, allow_missing=len(names) < len(self.test))
+        return real.row(name_of(self.config.data), setting, seconds)
+
+    def _write_rows(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
         head = {"run": str(self.files.path), "step": step, "backbone": "trained"}
         for row in rows:
             self.files.results.write(head | row | {"commit": commit()})
-        if self.runtime.is_main:
-            path = self.files.path / "pictures" / "confusion.png"
-            confusion.draw(counts.confusion.numpy(), self.classes, path, f"{dataset}, step {setting['kept_step']:,}")
+
+    def _catch_up_with_real(self) -> None:
+        """The row of ImageNet-ReaL for a run that was tested before its real.json was named."""
+        step = self.trainer.step
+        rows = self.files.results.read()
+        if self.runtime.on_main(lambda: any(row["metric"] == "real_top1" and row["step"] == step for row in rows)):
+            return
+        began = time.perf_counter()
+        with self._kept():
+            scored = self._score("test", self.test)
+        self.skips.flush()
+        self._write_rows(step, [self._real_row(scored, self._setting(step), time.perf_counter() - began)])
 
     def _predict(self) -> None:
         """Classes of the new images; all processes read, one writes."""
@@ -269,7 +299,8 @@ class Classifying(Job):
             tensors[BEST] = self.best.weights
         return tensors, {
             "config.json": timm_config(self.backbone, self.classes if whole is not None else None, config.pool),
-            "objective.json": {"classes": list(self.classes), "pool": config.pool, "init": config.init},
+            "objective.json": {"classes": list(self.classes), "pool": config.pool, "init": config.init}
+            | {name: asdict(getattr(config, name)) for name in ("head", "loss", "view")},
             STOPPING: {"accuracy": self.best.accuracy, "step": self.best.step, "without": self.best.without},
         }
 
@@ -289,6 +320,8 @@ class Classifying(Job):
 
     def _tell_the_end(self) -> None:
         run, log = self.files.path, self.runtime.log
+        if self.real:
+            self._catch_up_with_real()
         log(f"\nfinished: step {self.trainer.step:,} in {run}; pictures in {run / 'pictures'}")
         if len(self.skips):
             log(f"{len(self.skips):,} pictures could not be used: {self.skips.file.path}")

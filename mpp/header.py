@@ -48,6 +48,18 @@ def classification_header(
     yield "head", f"{config.head.kind} on the {config.pool} of the tokens, {config.loss.kind} loss{frozen}"
     yield from of_training(config, len(train), share, steps)
     yield of_device(config, runtime)
+    if config.averaging and config.averaging.is_too_long_for(steps):
+        yield (
+            "note",
+            f"averaging.decay {config.averaging.decay:g} remembers longer than {steps:,} steps: what is tested is to "
+            f"more than a tenth the weights of the beginning; try averaging.warmup true, or a lower decay",
+        )
+    if test.dataset is train.dataset:
+        yield (
+            "note",
+            f"the data has no test split, so {len(test):,} train images are tested on; "
+            f"--data.heldout 0.2 keeps a fifth of train for it",
+        )
     if config.mix:
         yield "note", "images are mixed within a micro-batch: results depend on how a batch is split"
     if task.backbone.has_dropout:

@@ -169,7 +169,11 @@ class Run:
                 f"train.extend: the run was extended by {extension(stored.train.extend)}; repeat that, with anything "
                 f"new added at its end"
             )
-        if split_sensitive:
+        done = any(
+            checkpoint.step_of(place) >= facts["steps"] and checkpoint.is_valid(place, sizes_only=True)
+            for place in checkpoint.places(self.path)
+        )
+        if split_sensitive and not done:  # of a finished run no batch is left to be split
             changes += [
                 f"{what}: {before[what]} -> {facts[what]} (with corruption.pool: batch or dropout this changes results)"
                 for what in ("processes", "micro_batch_size")

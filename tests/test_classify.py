@@ -338,3 +338,45 @@ def test_sigmoid_scores_are_its_own_probabilities_and_its_own_loss(recipe, pictu
     one, other = math.log1p(math.exp(-10)), math.log1p(math.exp(10))
     tested = [row["test_loss"] for row in lines(config.out) if "test_loss" in row]
     assert tested == pytest.approx([2 * one + other] * 2, rel=1e-5)
+
+
+def test_real_json_named_after_the_run_was_finished_is_scored_then_and_once(recipe, pictures, tmp_path, monkeypatch):
+    import shutil
+
+    from mpp.evaluation.imagenet_real import real_score
+
+    copy, truth = tmp_path / "copy", {}
+    shutil.copytree(pictures, copy)
+    for number, file in enumerate(sorted((copy / "test").rglob("*.png")), 1):
+        truth[number] = [["dark", "grey", "light"].index(file.parent.name)]
+        file.rename(file.with_name(f"ILSVRC2012_val_{number:08}.png"))
+    (tmp_path / "real.json").write_text(json.dumps([truth.get(number, []) for number in range(1, 50_001)]))
+    monkeypatch.setattr(job, "check_imagenet_classes", lambda classes: None)  # three classes, and 15 of 50,000 images
+    monkeypatch.setattr(job, "real_score", lambda *given, **_: real_score(*given, allow_missing=True))
+    config = recipe(f"--data.path={copy}")
+    assert job.classify(config) == 0
+    assert not [row for row in lines(config.out, "results.jsonl") if row["metric"] == "real_top1"]
+    for _ in range(2):
+        assert job.classify(replace(config, real=tmp_path / "real.json")) == 0
+        found = [row for row in lines(config.out, "results.jsonl") if row["metric"] == "real_top1"]
+        assert len(found) == 1 and found[0]["images"] == 15 and found[0]["value"] == score(config.out)
+
+
+def test_a_finished_run_predicts_whatever_the_split_of_its_batches_was(recipe, pictures, tmp_path):
+    config = recipe("--backbone.dropout=0.1")
+    assert job.classify(config) == 0
+    folder = pictures / "test" / "dark"
+    again = recipe("--backbone.dropout=0.1", "--train.micro_batch_size=4", f"--predict={folder}")
+    assert job.classify(again) == 0
+    assert len(list(csv.DictReader((config.out / "predictions.csv").read_text().splitlines()))) == 5
+
+
+def test_what_the_header_warns_of(recipe, pictures, capsys):
+    words = ("--averaging.decay=0.9999", f"--data.path={pictures / 'train'}", "--data.heldout=0.2", "--train.steps=3")
+    assert job.classify(recipe(*words)) == 0
+    told = capsys.readouterr().out
+    assert "averaging.decay 0.9999 remembers longer than 3 steps" in told
+    assert "no test split, so 12 train images are tested on" in told
+    assert job.classify(recipe("--averaging.decay=0.5", out="short")) == 0
+    told = capsys.readouterr().out
+    assert "remembers longer" not in told and "no test split" not in told

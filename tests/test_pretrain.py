@@ -342,8 +342,10 @@ def test_epochs_are_turned_into_steps_and_checked_against_the_warm_up(recipe):
 @pytest.mark.parametrize("override", ["--corruption.pool=batch", "--backbone.dropout=0.1"])
 def test_where_the_split_of_a_batch_matters_it_may_not_change(recipe, override):
     assert pretrain(recipe(override)) == 0
+    assert pretrain(recipe(override, "--train.micro_batch_size=4")) == 0  # finished: no batch is left to be split
+    assert pretrain(recipe(override)) == 0
     with pytest.raises(ValueError, match="micro_batch_size: 8 -> 4"):
-        pretrain(recipe(override, "--train.micro_batch_size=4"))
+        pretrain(recipe(override, "--train.micro_batch_size=4", "--train.extend=[{steps: 2}]"))
 
 
 def test_init_goes_on_from_other_weights_with_a_fresh_optimiser(recipe, capsys):

@@ -78,7 +78,7 @@ class PerClass(Sliced):
         if (short := np.flatnonzero(counts < self.count)).size:
             few = ", ".join(f"{(subset.classes or ())[c]!r} has {counts[c]:,}" for c in short[:8])
             raise ValueError(
-                f"budget.count: expected {self.count:,} train images of every class, and {len(short):,} of "
+                f"labels.count: expected {self.count:,} train images of every class, and {len(short):,} of "
                 f"{len(counts):,} classes have fewer, {few}: {subset.dataset.description}; "
                 f"ask for at most {counts.min():,}, or for kind: total"
             )
@@ -100,10 +100,10 @@ class Total(Sliced):
     def chosen(self, subset: Subset, labels: np.ndarray) -> np.ndarray:
         from mpp.chance import Purpose
 
-        _check_count("budget.count", self.count, subset)
+        _check_count("labels.count", self.count, subset)
         if self.count < (classes := len(subset.classes or ())):
             raise ValueError(
-                f"budget.count: expected at least one image for each of the {classes:,} classes, got {self.count:,}: "
+                f"labels.count: expected at least one image for each of the {classes:,} classes, got {self.count:,}: "
                 f"{subset.dataset.description}"
             )
         # The first of every class, then the second of every class ...: any beginning of this is even.
@@ -132,7 +132,7 @@ class Vtab1k(BudgetFields):
         from mpp.chance import Purpose
 
         class_labels(subset)
-        _check_count("budget vtab_1k", 1000, subset)
+        _check_count("labels vtab_1k", 1000, subset)
         drawn = np.argsort(_keys(self.seed, subset.ids, Purpose.BUDGET), kind="stable")[:1000]
         if not self.validation:
             return _part(subset, drawn), None
@@ -215,7 +215,7 @@ def _sliced(subset: Subset, labels: np.ndarray, places: np.ndarray, validation: 
     pool = order[_ranks(keys, labels[places])[order] > 0]
     if count > len(pool):
         raise ValueError(
-            f"budget.validation: {count:,} of {len(places):,} labelled images asked, and at most {len(pool):,} can be "
+            f"labels.validation: {count:,} of {len(places):,} labelled images asked, and at most {len(pool):,} can be "
             f"kept back, as every class needs one to train on: {subset.dataset.description}"
         )
     out = pool[(2 * np.arange(count) + 1) * len(pool) // (2 * count)]

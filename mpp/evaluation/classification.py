@@ -8,83 +8,69 @@ import torch
 from torch import Tensor
 
 TOP = 5  # the second score of the usual pair; told only where there are more classes
+LARGE = 5_000  # more classes than this have no matrix (21,000 of them would take 3.5 GB) and no rows of their own
 
 
 @dataclass(frozen=True)
 class Classification:
-    """Counts of predictions; those of several processes or chunks are added.
+    """What was predicted of N images.
 
-    confusion: int64 (C, C), rows are the true classes, columns the predicted ones. top: int64 (C,), by true class,
-    the images whose class is among the first five.
+    truth, guess: int64 (N,), the true and the most probable classes. in_five: bool (N,), whether the true class is
+    among the first five. classes: how many there are.
     """
 
-    confusion: Tensor
-    top: Tensor
+    truth: Tensor
+    guess: Tensor
+    in_five: Tensor
+    classes: int
 
     @classmethod
-    def nothing(cls, classes: int) -> "Classification":
-        """Of no image yet."""
-        return cls(torch.zeros(classes, classes, dtype=torch.int64), torch.zeros(classes, dtype=torch.int64))
+    def of_top(cls, top: Tensor, labels: Tensor, classes: int) -> "Classification":
+        """top: int64 (N, 1 to 5), most probable class first; labels: int64 (N,).
 
-    @classmethod
-    def of(cls, logits: Tensor, labels: Tensor) -> "Classification":
-        """Of a batch: logits float (N, C), labels int64 (N,). Equal scores: lowest class first.
-
-        ValueError: a label that is none of the classes, or a score that is not a number.
+        ValueError: a label that is none of the classes.
         """
-        classes = logits.shape[1]
-        check_scores(logits)
         if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
             raise ValueError(
                 f"expected labels 0..{classes - 1}, as the model has {classes:,} classes, "
                 f"got {int(labels.min())}..{int(labels.max())}"
             )
-        pairs = labels * classes + predicted(logits)
-        confusion = torch.bincount(pairs.cpu(), minlength=classes * classes).reshape(classes, classes)
-        top = torch.bincount(labels[rank_of_truth(logits, labels) < TOP].cpu(), minlength=classes)
-        return cls(confusion, top)
-
-    @classmethod
-    def of_top(cls, top: Tensor, labels: Tensor, classes: int) -> "Classification":
-        """Of predictions: top int64 (N, 1 to 5), most probable class first; labels int64 (N,)."""
-        confusion = torch.bincount(labels * classes + top[:, 0], minlength=classes * classes)
-        right = labels[(top == labels[:, None]).any(1)]
-        return cls(confusion.reshape(classes, classes), torch.bincount(right, minlength=classes))
-
-    def __add__(self, other: "Classification") -> "Classification":
-        return Classification(self.confusion + other.confusion, self.top + other.top)
+        return cls(labels, top[:, 0], (top == labels[:, None]).any(1), classes)
 
     @property
-    def state(self) -> Tensor:
-        """int64 (C, C + 1): all the counts in one tensor, to be summed over processes."""
-        return torch.cat([self.confusion, self.top[:, None]], dim=1)
-
-    @classmethod
-    def from_state(cls, state: Tensor) -> "Classification":
-        return cls(state[:, :-1], state[:, -1])
+    def is_large(self) -> bool:
+        return self.classes > LARGE
 
     @property
-    def classes(self) -> int:
-        return len(self.confusion)
+    def confusion(self) -> Tensor:
+        """int64 (C, C): images by true class (rows) and predicted class (columns)."""
+        counts = torch.bincount(self.truth * self.classes + self.guess, minlength=self.classes * self.classes)
+        return counts.reshape(self.classes, self.classes)
 
     @property
     def images(self) -> int:
-        return int(self.confusion.sum())
+        return len(self.truth)
+
+    @property
+    def images_per_class(self) -> Tensor:
+        """int64 (C,)"""
+        return torch.bincount(self.truth, minlength=self.classes)
 
     @property
     def top1(self) -> float:
         """Share of the images whose class scored highest."""
-        return self._share(self.confusion.diagonal().sum())
+        return self._share(self.guess == self.truth)
 
     @property
     def top5(self) -> float:
         """Share of the images whose class is among the five that scored highest."""
-        return self._share(self.top.sum())
+        return self._share(self.in_five)
 
     @property
     def per_class(self) -> Tensor:
         """float64 (C,): the share of each class's images that were taken for it; NaN for a class without any."""
-        return self.confusion.diagonal().double() / self.confusion.sum(1)
+        right = torch.bincount(self.truth[self.guess == self.truth], minlength=self.classes)
+        return right.double() / self.images_per_class
 
     @property
     def mean_per_class(self) -> float:
@@ -102,8 +88,10 @@ class Classification:
     def class_rows(
         self, dataset: str, setting: Mapping[str, Any], seconds: float, names: Sequence[str]
     ) -> Iterator[dict[str, Any]]:
-        """A row `class_accuracy` for each class that has images, its name in the setting."""
-        for name, value, count in zip(names, self.per_class.tolist(), self.confusion.sum(1).tolist(), strict=True):
+        """A row `class_accuracy` for each class that has images, its name in the setting; none of a large number."""
+        if self.is_large:
+            return
+        for name, value, count in zip(names, self.per_class.tolist(), self.images_per_class.tolist(), strict=True):
             if count:
                 yield self._row(dataset, {**setting, "class": name}, "class_accuracy", value, count, seconds)
 
@@ -120,23 +108,10 @@ class Classification:
             "seconds": round(seconds, 3),
         }
 
-    def _share(self, count: Tensor) -> float:
+    def _share(self, right: Tensor) -> float:
         if not self.images:
             raise ValueError("classification: there is no image to count; was every picture of the split unreadable?")
-        return int(count) / self.images
-
-
-def predicted(logits: Tensor) -> Tensor:
-    """int64 (N,): the class that scores highest; equal scores: the lowest (`argmax` promises none on a GPU)."""
-    classes = torch.arange(logits.shape[1], device=logits.device)
-    return torch.where(logits == logits.amax(1, keepdim=True), classes, logits.shape[1]).amin(1)
-
-
-def rank_of_truth(logits: Tensor, labels: Tensor) -> Tensor:
-    """int64 (N,): how many classes come before the true one; of equal scores the lower class does."""
-    own = logits.gather(1, labels[:, None])
-    lower = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
-    return ((logits > own) | ((logits == own) & lower)).sum(1)
+        return int(right.sum()) / self.images
 
 
 def check_scores(logits: Tensor) -> None:
