@@ -65,8 +65,9 @@ class LBFGS:
         whiten = fit_whitening(x)
         rows = _with_ones(whiten, x)
         weight, fits = torch.zeros(rows.shape[1], classes, dtype=torch.float64), {}
+        gram = rows.T @ rows / len(rows)
         for penalty in sorted(l2, reverse=True):
-            weight, gradient = _minimized(rows, y, weight, penalty, self.max_iterations, self.tolerance)
+            weight, gradient = _minimized(rows, y, weight, penalty, gram, self.max_iterations, self.tolerance)
             loss, _ = cross_entropy(rows, y, weight, classes)
             fits[penalty] = Fit(whiten, weight, float(loss), gradient <= self.tolerance)
         return [fits[penalty] for penalty in l2]
@@ -264,33 +265,52 @@ def cross_entropy(rows: Tensor, y: Tensor, weight: Tensor, classes: int) -> tupl
 
 
 def _minimized(
-    rows: Tensor, y: Tensor, start: Tensor, l2: float, iterations: int, tolerance: float
+    rows: Tensor, y: Tensor, start: Tensor, l2: float, gram: Tensor, iterations: int, tolerance: float
 ) -> tuple[Tensor, float]:
-    """The weight that makes cross-entropy + l2 / 2 * |W|^2 smallest, and the largest entry of the gradient there."""
-    weight = start.clone().requires_grad_()
+    """The weight that makes cross-entropy + l2 / 2 * |W|^2 smallest, and the largest entry of the gradient there.
+
+    Features are correlated, and along their small directions the loss hardly curves: L-BFGS would creep. So it walks in
+    V = L' W, where LL' = X'X / N / C + l2 I is about the curvature (Boehning's bound, with 1 / C of classes that are
+    equally likely), in which every direction curves alike. The minimum is the same. gram: X'X / N, float64 (D, D).
+    """
     penalty = torch.full((len(start), 1), l2, dtype=start.dtype)
     penalty[-1] = 0  # the bias
+    root = _root_of_curvature(gram / start.shape[1], penalty[:, 0])
+    walked = (root.T @ start).contiguous().requires_grad_()
+    weight, slope = start, torch.zeros_like(start)
 
     def loss() -> Tensor:
+        nonlocal weight, slope
         with torch.no_grad():
+            weight = torch.linalg.solve_triangular(root.T, walked, upper=True)
             value, gradient = cross_entropy(rows, y, weight, weight.shape[1])
-            weight.grad = gradient + penalty * weight
+            slope = gradient + penalty * weight
+            walked.grad = torch.linalg.solve_triangular(root, slope, upper=False).contiguous()
             return value.sum() + (penalty * weight.square()).sum() / 2
 
     # No stop where the loss hardly changes (only where it does not at all, in float64): the gradient tells the bottom.
     solver = torch.optim.LBFGS(
-        [weight],
+        [walked],
         max_iter=iterations,
         max_eval=2 * iterations,
-        tolerance_grad=tolerance,
+        tolerance_grad=tolerance / float(root.abs().sum(1).max()),  # slope = L walked.grad is within tolerance, too
         tolerance_change=1e-300,
         history_size=20,
         line_search_fn="strong_wolfe",
     )
     solver.step(loss)  # pyright: ignore
     loss()
-    assert weight.grad is not None
-    return weight.detach(), float(weight.grad.abs().max())
+    return weight.detach(), float(slope.abs().max())
+
+
+def _root_of_curvature(gram: Tensor, penalty: Tensor) -> Tensor:
+    """The lower triangular L of LL' = gram + diag(penalty); where rounding leaves that singular, a little more."""
+    curvature = gram + penalty.diag()
+    for little in (0.0, 1e-12, 1e-9, 1e-6, 1e-3):
+        root, failed = torch.linalg.cholesky_ex(curvature + little * curvature.trace() * torch.eye(len(gram)).double())
+        if not failed:
+            return root
+    return curvature.diagonal().clamp(min=1e-12).sqrt().diag()
 
 
 def _with_ones(whiten: Whitening, x: Tensor) -> Tensor:

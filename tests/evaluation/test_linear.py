@@ -203,6 +203,25 @@ def test_two_calls_give_the_same_rows(solver):
     assert rows_of(probe, clouds()) == rows_of(probe, clouds())
 
 
+def test_features_that_nearly_depend_on_each_other_take_few_iterations():
+    random = torch.Generator().manual_seed(0)
+    mixing = torch.randn(32, 32, generator=random) * torch.logspace(0, -2.5, 32)
+    x = torch.randn(600, 32, generator=random) @ mixing.T
+    y = (x @ torch.randn(32, 3, generator=random) + 5 * torch.randn(600, 3, generator=random)).argmax(1)
+    fits = LBFGS(max_iterations=40).fit(x, y, 3, (1e-6, 1e-3, 1.0), 0, CPU)
+    assert [fit.converged for fit in fits] == [True] * 3
+    alone = LBFGS(max_iterations=40).fit(x, y, 3, (1e-6,), 0, CPU)[0]  # from 0, and not from its neighbour's end
+    assert alone.loss == pytest.approx(fits[0].loss, abs=1e-8)
+
+
+def test_a_feature_that_is_a_copy_of_another_is_no_fault():
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(200, 4, generator=random)
+    y = (x[:, 0] > 0).long()
+    fit = LBFGS().fit(torch.cat([x, x, torch.ones(200, 1)], 1), y, 2, (1e-4,), 0, CPU)[0]
+    assert fit.converged and torch.allclose(fit.weight[:4], fit.weight[4:8], atol=1e-4)
+
+
 def test_what_has_not_converged_is_marked_and_said():
     lines = []
     row = next(iter(LinearProbe(solver=LBFGS(l2=(1e-6,), max_iterations=2))(features_of(clouds(), lines))))
