@@ -186,7 +186,7 @@ class Classifying(Job):
         scored = self._score(split, subset)
         counts = scored.counts(len(self.classes))
         record = {"step": step, f"{split}_loss": scored.loss, f"{split}_accuracy": counts.top1}
-        self.files.metrics.write(record)
+        self.files.metrics.write_new([record])
         self._track(record)
         self.runtime.log(f"step {step:,}: {split} loss {scored.loss:.4f}, accuracy {100 * counts.top1:.2f} %")
         return counts.top1
@@ -236,8 +236,7 @@ class Classifying(Job):
 
     def _write_rows(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
         head = {"run": str(self.files.path), "step": step, "backbone": "trained"}
-        for row in rows:
-            self.files.results.write(head | row | {"commit": commit()})
+        self.files.results.write_new(head | row | {"commit": commit()} for row in rows)
 
     def _catch_up_with_real(self) -> None:
         """The row of ImageNet-ReaL for a run that was tested before its real.json was named."""

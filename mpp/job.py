@@ -4,6 +4,7 @@ A job's `__init__` makes its parts top to bottom, as an image passes them, and e
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ from mpp.trace import Trace
 from mpp.trainer import Event, Train, Trainer
 
 
-class Job:
+class Job(ABC):
     """One run: begin it or go on with it, train, leave."""
 
     free: ClassVar[set[str]]  # dotted recipe fields that may differ from one start to the next
@@ -75,36 +76,36 @@ class Job:
 
     # What a job says and does in its own way
 
+    @abstractmethod
     def _header(self) -> Iterator[tuple[str, str]]:
         """(what, in words) of everything that one would ask before the first step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _before_the_first_step(self) -> bool:
         """What is measured of the weights to begin with; False if a signal came."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _evaluate(self, step: int) -> None:
         """Every train.eval_every steps, and at the end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _contents(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """({file: tensors}, {file: document}) of a checkpoint, without optimiser and trainer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _restore(self, found: Checkpoint) -> None:
         """The inverse of `_contents`."""
-        raise NotImplementedError
 
     def _is_split_sensitive(self) -> bool:
         """Whether results depend on how a batch is split over micro-batches and processes."""
         return self.backbone.has_dropout
 
-    def _after_update(self, step: int) -> None:
+    def _after_update(self, step: int) -> None:  # noqa: B027  (most jobs have nothing to do here)
         """After each update, before anything else that is due."""
 
+    @abstractmethod
     def _tell_the_end(self) -> None:
         """What came of it, and what to try next."""
-        raise NotImplementedError
 
     # What all share
 

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,20 @@ class JsonLines:
         if self.active:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(plain(record), ensure_ascii=False) + "\n")
+
+    def write_new(self, records: Iterable[Row], ignoring: Collection[str] = ("seconds", "commit")) -> None:
+        """As `write`, without those that stand there already, whatever they took: what a killed process had made up
+        for is made up for again."""
+        if not self.active:
+            return
+
+        def told(record: Row) -> str:
+            return json.dumps({name: value for name, value in plain(record).items() if name not in ignoring})
+
+        there = {told(row) for row in self.read()}
+        for record in records:
+            if told(record) not in there:
+                self.write(record)
 
     def flush(self) -> None:
         """To the disk itself: lines up to a checkpoint's step must not be lost where the checkpoint is not."""

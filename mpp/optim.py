@@ -4,6 +4,7 @@ A section builds the optimiser of a module; the trainer sets each group's `lr`, 
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -31,7 +32,7 @@ MODEL = "backbone.model"  # where a task keeps the timm model; the layers that l
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimFields:
+class OptimFields(ABC):
     """What can be said about every optimiser."""
 
     heeds_found_inf: ClassVar[bool]  # whether `optimizer.found_inf = 1` on the device makes step() change nothing
@@ -54,9 +55,9 @@ class OptimFields:
     """each block learns at this times the rate of the one above it, the embedding slowest; null = all alike"""
 
     @property
+    @abstractmethod
     def settings(self) -> str:
         """What is this optimiser's own, in words, for the header."""
-        raise NotImplementedError
 
     def build(self, module: nn.Module) -> tuple[torch.optim.Optimizer, list[str]]:
         """The optimiser of all trainable parameters, and their names in its order.
@@ -66,8 +67,9 @@ class OptimFields:
         groups = parameter_groups(module, self.weight_decay, self.layer_decay)
         return self._optimizer([group.entries() for group in groups]), [n for group in groups for n in group.parameters]
 
+    @abstractmethod
     def _optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        raise NotImplementedError
+        """The optimiser of some groups of parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)

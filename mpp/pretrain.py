@@ -137,7 +137,7 @@ class Pretraining(Job):
 
     def _measure(self, step: int) -> None:
         record = {"step": step} | self.heldout()
-        self.files.metrics.write(record)
+        self.files.metrics.write_new([record])
         self._track(record)
         self.runtime.log(heldout_line(record))
         if self.runtime.is_main and self.config.heldout.pictures:
@@ -149,7 +149,7 @@ class Pretraining(Job):
         head = {"run": str(self.files.path), "step": step, "backbone": which}
         for evaluation in self.evaluations:
             for row in self._rows(evaluation, features):
-                self.files.results.write(head | row | {"commit": commit()})
+                self.files.results.write_new([head | row | {"commit": commit()}])
                 setting = ",".join(f"{key}={value}" for key, value in row["setting"].items())
                 self._track({"step": step, f"{which}/{row['evaluation']}_{row['metric']}/{setting}": row["value"]})
         for where, skip in features.skipped:

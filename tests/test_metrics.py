@@ -36,3 +36,13 @@ def test_the_newest_trained_score_stands_beside_the_untrained_one():
 def test_columns_line_up():
     lines = table([["a", "1.0"], ["bcd", "10.0"]], ["name", "value"]).splitlines()
     assert lines == ["name  value", "a       1.0", "bcd    10.0"]
+
+
+def test_a_measurement_that_is_made_up_for_twice_stands_there_once(tmp_path):
+    file = JsonLines(tmp_path / "results.jsonl")
+    row = {"step": 4, "value": 0.5, "setting": {"size": (2, 3)}, "bad": float("nan"), "seconds": 1.0, "commit": "a"}
+    file.write_new([row])
+    file.write_new([row | {"seconds": 2.0, "commit": "b"}, row | {"step": 8}])
+    assert [(found["step"], found["seconds"]) for found in file.read()] == [(4, 1.0), (8, 1.0)]
+    JsonLines(tmp_path / "other.jsonl", active=False).write_new([row])
+    assert not (tmp_path / "other.jsonl").exists()

@@ -4,6 +4,7 @@ A budget is all the labels that are paid for: the validation slice is taken out 
 functions of (seed, image id), so a smaller budget of one seed is contained in every larger one.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class BudgetFields:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sliced(BudgetFields):
+class Sliced(BudgetFields, ABC):
     """A budget with a validation slice of any size."""
 
     validation: Annotated[int, Ge(0)] | Annotated[float, Gt(0), Lt(1)] = 0
@@ -48,9 +49,9 @@ class Sliced(BudgetFields):
         places = np.flatnonzero(self.chosen(subset, labels))
         return _sliced(subset, labels, places, self.validation, self.seed)
 
+    @abstractmethod
     def chosen(self, subset: Subset, labels: np.ndarray) -> np.ndarray:
         """bool (n,): which images of the subset are in the budget."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -280,14 +280,14 @@ def _random_erasing(probability: float) -> Callable[[Tensor], Tensor]:
     return operation
 
 
-def fixed_view(image: Tensor, size: Size, interpolation: Interpolation = "bicubic") -> Tensor:
-    """uint8 (C, h, w) -> uint8 (C, H, W): resized until it covers the size, then the centre."""
+def fixed_view(image: Tensor, size: Size, interpolation: Interpolation = "bicubic", crop: float = 1.0) -> Tensor:
+    """uint8 (C, h, w) -> uint8 (C, H, W): resized until it covers size / crop, then the centre."""
     height, width = image.shape[1:]
-    if (height, width) == size:
+    if crop == 1 and (height, width) == size:
         return image
-    scale = max(size[0] / height, size[1] / width)
     # Crop first, in source pixels: an extreme picture (3000x2) must not be blown up whole.
-    h, w = min(height, max(1, round(size[0] / scale))), min(width, max(1, round(size[1] / scale)))
+    share = crop * min(height / size[0], width / size[1])
+    h, w = (max(1, min(whole, round(side * share))) for whole, side in ((height, size[0]), (width, size[1])))
     top, left = (height - h) // 2, (width - w) // 2
     return resize(image[:, top : top + h, left : left + w], size, interpolation)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Gt, Le
 from torch import Tensor
 
-from mpp.data.transforms import Interpolation, resize
+from mpp.data.transforms import Interpolation, fixed_view, resize
 from mpp.patches import Size
 
 
@@ -25,9 +25,4 @@ class View:
         """uint8 (C, h, w) of any size -> uint8 (C, H, W)."""
         if self.kind == "squeeze":
             return resize(image, size, self.interpolation)
-        height, width = image.shape[1:]
-        # The crop comes first, in source pixels: an extreme picture (3000x2) must not be blown up whole.
-        share = self.crop * min(height / size[0], width / size[1])
-        h, w = (max(1, min(whole, round(side * share))) for whole, side in ((height, size[0]), (width, size[1])))
-        top, left = (height - h) // 2, (width - w) // 2
-        return resize(image[:, top : top + h, left : left + w], size, self.interpolation)
+        return fixed_view(image, size, self.interpolation, self.crop)
