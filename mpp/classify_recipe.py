@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
+from mpp import trainer
 from mpp.architectures import BackboneSpec, ViT
 from mpp.averaging import Average
 from mpp.backbones import Pool
@@ -23,23 +24,7 @@ from mpp.trainer import Train
 
 SCRATCH = "scratch"
 
-# What may change between a run and its continuation: nothing here changes what is learned.
-FREE = {
-    "out",
-    "data.path",
-    "data.root",
-    "train.workers",
-    "train.log_every",
-    "train.checkpoint_every",
-    "train.keep_last",
-    "train.trackers",
-    "train.trace",
-    "train.extend",
-    "train.micro_batch_size",
-    "real",
-    "predict",
-    "predictions",
-}
+FREE = trainer.FREE | {"real", "predict", "predictions"}  # early_stopping counts evaluations, so eval_every is not
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from mpp.trainer import Event, Train, Trainer
 class Job(ABC):
     """One run: begin it or go on with it, train, leave."""
 
-    free: ClassVar[set[str]]  # dotted recipe fields that may differ from one start to the next
+    free: ClassVar[frozenset[str]]  # dotted recipe fields that may differ from one start to the next
 
     data_description: str
     data_parts: tuple[Any, ...]  # datasets whose fingerprints must not change between starts

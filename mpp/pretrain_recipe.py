@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mpp import trainer
 from mpp.architectures import BackboneSpec, ViT
 from mpp.data.sources import Demo, Source
 from mpp.data.transforms import Augment
@@ -17,24 +18,7 @@ from mpp.targets import MeanColor, Target
 from mpp.tasks import MaskedPatches, Objective
 from mpp.trainer import Train
 
-# What may change between a run and its continuation: nothing here changes what is learned. Data may move, since its
-# fingerprint is compared; train.extend may grow, which is checked by itself.
-FREE = {
-    "out",
-    "data.path",
-    "data.root",
-    "train.workers",
-    "train.log_every",
-    "train.eval_every",
-    "train.checkpoint_every",
-    "train.keep_last",
-    "train.trackers",
-    "train.trace",
-    "train.extend",
-    "train.micro_batch_size",
-    "heldout.pictures",
-    "evaluations",
-}
+FREE = trainer.FREE | {"train.eval_every", "heldout.pictures", "evaluations"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,25 @@ Positive = Annotated[int, Gt(0)]
 MAX_BAD_STEPS = 10  # non-finite updates in a row before the run is called lost
 
 
+# Fields of a training recipe that may change between a run and its continuation: nothing here changes what is learned.
+# Data may move, since its fingerprint is compared; train.extend may grow, which is checked by itself.
+FREE = frozenset(
+    {
+        "out",
+        "data.path",
+        "data.root",
+        "train.workers",
+        "train.log_every",
+        "train.checkpoint_every",
+        "train.keep_last",
+        "train.trackers",
+        "train.trace",
+        "train.extend",
+        "train.micro_batch_size",
+    }
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """How long, how much at a time, and what is written down."""

@@ -33,17 +33,9 @@ train: {steps: 6, batch_size: 8, log_every: 1, threads: 1}
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
+def pictures(tmp_path_factory, write_classes) -> Path:
     """Three classes told apart by brightness, so that a few steps learn them: 20 train and 5 test pictures of each."""
-    folder = tmp_path_factory.mktemp("classes")
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 20), ("test", 5)):
-        for number, name in enumerate(("dark", "grey", "light")):
-            (folder / split / name).mkdir(parents=True)
-            for index in range(count):
-                pixels = rng.integers(0, 60, (34, 40, 3), dtype=np.uint8) + 80 * number
-                Image.fromarray(pixels.astype(np.uint8)).save(folder / split / name / f"{index}.png")
-    return folder
+    return write_classes(tmp_path_factory.mktemp("classes"), train=20, test=5, names=("dark", "grey", "light"))
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 
 from mpp import evaluate as job
 from mpp import pretrain as pretraining
@@ -28,15 +26,9 @@ ASKED = "--evaluations=[{kind: knn, k: [3]}, {kind: fewshot, shots: [2], seeds: 
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(tmp_path_factory, write_classes) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 12), ("test", 6)):
-        for number, name in enumerate("abc"):
-            (folder / "data" / split / name).mkdir(parents=True)
-            for index in range(count):
-                pixels = rng.integers(0, 120, (34, 34, 3), dtype=np.uint8) + np.uint8(50 * number)
-                Image.fromarray(pixels).save(folder / "data" / split / name / f"{index}.png")
+    write_classes(folder / "data", train=12, test=6)
     (folder / "recipe.yaml").write_text(RECIPE)
     words = ["--data.kind=class_folders", f"--data.path={folder / 'data'}", f"--out={folder / 'run'}"]
     assert pretraining.pretrain(load_recipe(PretrainConfig, [str(folder / "recipe.yaml"), *words])) == 0

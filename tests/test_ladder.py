@@ -3,10 +3,8 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
-from PIL import Image
 
 from mpp import ladder as job
 from mpp import pretrain as pretraining
@@ -35,15 +33,9 @@ finetune:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(tmp_path_factory, write_classes) -> Path:
     folder = tmp_path_factory.mktemp("ladder")
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 8), ("test", 4)):
-        for number, name in enumerate("abc"):
-            (folder / "data" / split / name).mkdir(parents=True)
-            for index in range(count):
-                pixels = rng.integers(0, 120, (34, 34, 3), dtype=np.uint8) + np.uint8(50 * number)
-                Image.fromarray(pixels).save(folder / "data" / split / name / f"{index}.png")
+    write_classes(folder / "data", train=8, test=4)
     (folder / "recipe.yaml").write_text(PRETRAIN)
     words = ["--data.kind=class_folders", f"--data.path={folder / 'data'}", f"--out={folder / 'run'}"]
     assert pretraining.pretrain(load_recipe(PretrainConfig, [str(folder / "recipe.yaml"), *words])) == 0
