@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from mpp.classify_recipe import FREE, SCRATCH, ClassifyConfig
 from mpp.data.budget import check_classes
 from mpp.data.loader import FixedViews, TrainingViews
 from mpp.data.order import Order
-from mpp.data.sources import Folder, Subset, open_splits, require_labels
+from mpp.data.sources import Subset, open_splits, require_labels
 from mpp.evaluation.features import name_of
 from mpp.evaluation.imagenet_real import Labels, check_imagenet_classes, numbered, read_real, real_score
 from mpp.evaluation.scoring import Scored, score
@@ -27,7 +26,7 @@ from mpp.inspection import confusion
 from mpp.job import Job
 from mpp.metrics import commit
 from mpp.optim import LearningRate
-from mpp.predictions import write_predictions
+from mpp.predictions import open_unlabelled, write_predictions
 from mpp.runtime import Runtime, start
 from mpp.tasks import Classification
 from mpp.trainer import Event
@@ -89,7 +88,8 @@ class Classifying(Job):
         self.learning_rate = LearningRate(config.optim, self._planned_steps(len(self.train)), train.extend)
         self.optimizer, self.names = config.optim.build(self.task)
         self.real = self._read_real() if config.real else None
-        self.unlabelled = self._open_unlabelled() if config.predict else None
+        data = config.data
+        self.unlabelled = open_unlabelled(config.predict, data.channels, data.range) if config.predict else None
         size, order = self.backbone.image_size, Order(len(self.train), train.seed)
         self.train_views = TrainingViews(self._pictures(self.train), order, config.augment, size)
         self._open()
@@ -126,15 +126,6 @@ class Classifying(Job):
         labels = read_real(self.config.real)
         real_score(torch.zeros(len(self.test), dtype=torch.int64), _names(self.test), labels)  # names what is missing
         return labels
-
-    def _open_unlabelled(self) -> Subset:
-        """The folder of new images."""
-        assert self.config.predict is not None
-        data = self.config.data
-        source = Folder(path=self.config.predict, channels=data.channels, range=data.range)
-        dataset = source.open("train")
-        assert dataset is not None
-        return Subset(dataset, np.arange(len(dataset)))
 
     def _make_trainer(self):
         trainer = super()._make_trainer()  # moves the task to its device, where its average belongs
@@ -332,7 +323,7 @@ class Classifying(Job):
         folder = run / "checkpoints" / f"{self.trainer.step:08}"
         log("\nnext:")
         log(f"  open it in timm:         timm.create_model('local-dir:{folder}', pretrained=True)")
-        log("  classify new images:     the same command with --predict DIR")
+        log(f"  classify new images:     python tools/predict.py {run} --images DIR")
         if not self.config.early_stopping:
             log(f"  train this run longer:   the same command with {self._longer()}")
 

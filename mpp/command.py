@@ -77,6 +77,17 @@ def evaluate_command(doc: str) -> int:
     return run("evaluate", read)
 
 
+def predict_command(doc: str) -> int:
+    """tools/predict.py."""
+
+    def read(argv: list[str]) -> Any:
+        from mpp.predict import PredictConfig, begin
+
+        return begin(*named(PredictConfig, argv, doc, "fine-tuned run, or one of its checkpoints"))
+
+    return run("predict", read)
+
+
 def ladder_command(doc: str) -> int:
     """tools/ladder.py."""
 

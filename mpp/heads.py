@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 from torch import Tensor, nn
+
+from mpp.data.views import View
 
 Positive = Annotated[int, Gt(0)]
 
@@ -62,6 +64,10 @@ class Classifier:
 
     classes: tuple[str, ...]
     logits: Callable[[Tensor], Tensor]
+    view: View = field(default_factory=View)
+    """of the images it was tested on"""
+    sigmoid: bool = False
+    """whether its classes were trained one by one"""
 
 
 def _last(width: int, classes: int, std: float | None, bias: float) -> nn.Linear:

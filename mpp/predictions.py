@@ -5,9 +5,18 @@ import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mpp.data.sources import Subset
+import numpy as np
+
+from mpp.data.sources import Folder, Subset
 from mpp.durable import replace_file
 from mpp.evaluation.scoring import Scored
+
+
+def open_unlabelled(folder: Path, channels: int, range: tuple[float, float] | None) -> Subset:
+    """All images of a folder. ValueError where there are none."""
+    dataset = Folder(path=folder, channels=channels, range=range).open("train")
+    assert dataset is not None
+    return Subset(dataset, np.arange(len(dataset)))
 
 
 def write_predictions(path: Path, subset: Subset, scored: Scored, classes: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mpp.architectures import ImageSize
 from mpp.backbones import Backbone, create_backbone, create_model
 from mpp.checkpoint import Checkpoint
+from mpp.data.views import View
 from mpp.export import classifier_tensors as classifier_tensors
 from mpp.export import pooling_arguments as pooling_arguments
 from mpp.export import randomize
@@ -282,7 +283,8 @@ def stored_classifier(spec: str, backbone: Backbone) -> Classifier | None:
     def logits(images: Tensor) -> Tensor:
         return head.to(images.device)(backbone.features(images, (pool,))[pool, -1])
 
-    return Classifier(classes, logits)
+    view = View(**stored["view"]) if "view" in stored else View()
+    return Classifier(classes, logits, view, stored.get("loss", {}).get("kind") == "sigmoid")
 
 
 def head_of(tensors: dict[str, Tensor]) -> Head:

@@ -298,7 +298,7 @@ def test_the_stored_classifier_scores_other_images_only_if_their_classes_are_its
     assert job.classify(config) == 0
 
     def scored(data: Path, out: str) -> dict:
-        words = ["--evaluations=[{kind: classifier, view: {crop: 1.0}}]", "--baseline=random", "--threads=1"]
+        words = ["--evaluations=[{kind: classifier}]", "--baseline=random", "--threads=1"]
         words += ["--data.kind=class_folders", f"--data.path={data}", f"--out={tmp_path / out}"]
         assert evaluate.begin(str(config.out), load_recipe(EvaluateConfig, words)).go() == 0
         return {row["metric"]: row["value"] for row in lines(tmp_path / out, "results.jsonl")}

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mpp.data.budget import check_classes
@@ -24,8 +24,8 @@ class StoredClassifier:
     kind: Literal["classifier"] = "classifier"
     data: Source | None = None
     "labelled images with the classes of the model; null: those it was trained on"
-    view: View = field(default_factory=View)
-    "views of them"
+    view: View | None = None
+    "views of them; null: those that the run was tested with"
 
     pool: ClassVar[tuple[Any, ...]] = ()  # it reads no pooled features
     layers: ClassVar[tuple[int, ...]] = ()
@@ -42,23 +42,19 @@ class StoredClassifier:
 
     def __call__(self, features: "Features") -> Iterator[dict[str, Any]]:
         """Rows top1, top5, mean_class_accuracy and, for each class, class_accuracy; none for an untrained backbone."""
-        if features.classifier is None:
+        classifier = features.classifier
+        if classifier is None:
             return
         began, source = time.perf_counter(), self.data or features.default
         test = features.open(source).heldout
-        self.check_classifier(features.classifier, test.classes or (), test.dataset.description)
-        views = FixedViews(Pictures(test, source.channels, source.range), features.backbone.image_size, self.view)
+        self.check_classifier(classifier, test.classes or (), test.dataset.description)
+        view = self.view or classifier.view
+        views = FixedViews(Pictures(test, source.channels, source.range), features.backbone.image_size, view)
         features.backbone.eval()
-        scored = score(features.classifier.logits, len(features.classifier.classes), views, features.runtime)
+        scored = score(classifier.logits, len(classifier.classes), views, features.runtime, classifier.sigmoid)
         name = features.names[repr(source)]
         features.skipped += [(f"{name} test", skip) for skip in scored.skipped]
-        counts, setting = (
-            scored.counts(len(features.classifier.classes)),
-            {"view": self.view.kind, "crop": self.view.crop},
-        )
+        counts, setting = scored.counts(len(classifier.classes)), {"view": view.kind, "crop": view.crop}
         seconds = time.perf_counter() - began
-        for row in (
-            *counts.rows(name, setting, seconds),
-            *counts.class_rows(name, setting, seconds, features.classifier.classes),
-        ):
-            yield row | {"evaluation": self.kind}
+        found = counts.rows(name, setting, seconds), counts.class_rows(name, setting, seconds, classifier.classes)
+        yield from (row | {"evaluation": self.kind} for rows in found for row in rows)
