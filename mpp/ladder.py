@@ -38,6 +38,7 @@ from mpp.weights import checkpoint_at, load_into
 
 Budget = Annotated[int, Ge(1)] | Literal["all"]
 MPP, LONGER, SUPERVISED = "mpp", "scratch, total compute", "supervised"
+NAMES = {"fewshot": "few-shot", "knn": "kNN", "linear": "linear probe", "linear_augmented": "augmented linear probe"}
 OWN = {  # where the ladder has a field of its own for what a fine-tuning names otherwise
     "out": "set out",
     "init": "set supervised for a start of other weights",
@@ -289,7 +290,7 @@ class Ladder:
         """Frozen features, trained and untrained. Few-shot draws images of its own, not those of the fine-tuning."""
         for row in rows(self.out / "frozen" / "results.jsonl"):
             if row["metric"] == "top1":
-                name = "few-shot" if row["evaluation"] == "fewshot" else row["evaluation"]
+                name = NAMES.get(row["evaluation"], row["evaluation"])
                 budget = row["setting"].get("shots", "all")  # kNN looks at every labelled image
                 yield Cell(f"{name}, {row['backbone']} features", budget, row)
 

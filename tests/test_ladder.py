@@ -56,8 +56,8 @@ def test_the_table_holds_every_method_and_the_same_command_goes_on(run, tmp_path
     assert methods == {
         "few-shot, untrained features",
         "few-shot, trained features",
-        "knn, untrained features",
-        "knn, trained features",
+        "kNN, untrained features",
+        "kNN, trained features",
         "fine-tuned, mpp",
         "fine-tuned, scratch",
         "fine-tuned, scratch, total compute",

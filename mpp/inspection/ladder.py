@@ -14,18 +14,27 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "osD^vPX"
 
 
+UNTRAINED, TRAINED = ", untrained features", ", trained features"
+
+
 def figure(points: Sequence[Point], title: str = "") -> "Figure":
-    """One line for each method over labelled images (logarithmic); bars are one standard deviation over seeds."""
+    """One line for each method over labelled images (logarithmic); bars are one standard deviation over seeds.
+
+    Fine-tuning is drawn through, frozen features are dashed, and those of the untrained backbone dotted and hollow, in
+    the colour of their trained twin.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(6.4, 4.4), layout="constrained")
+    made = Figure(figsize=(8.4, 4.4), layout="constrained")
     FigureCanvasAgg(made)
     axes = made.subplots()
-    for number, method in enumerate(dict.fromkeys(name for name, *_ in points)):
+    methods = sorted(dict.fromkeys(name for name, *_ in points), key=_is_frozen)  # fine-tuning first
+    families = list(dict.fromkeys(_family(method) for method in methods))
+    for method in methods:
         own = sorted((images, value, spread or 0.0) for name, images, value, spread in points if name == method)
         images, values, spreads = zip(*own, strict=True)
-        frozen = method.startswith("few-shot")
+        number = families.index(_family(method))
         axes.errorbar(
             images,
             [100 * value for value in values],
@@ -33,7 +42,8 @@ def figure(points: Sequence[Point], title: str = "") -> "Figure":
             label=method,
             color=COLOURS[number % len(COLOURS)],
             marker=MARKERS[number % len(MARKERS)],
-            linestyle="--" if frozen else "-",
+            markerfacecolor="white" if method.endswith(UNTRAINED) else None,
+            linestyle=":" if method.endswith(UNTRAINED) else "--" if _is_frozen(method) else "-",
             capsize=3,
             markersize=5,
         )
@@ -44,9 +54,18 @@ def figure(points: Sequence[Point], title: str = "") -> "Figure":
     axes.set_xlabel("labelled training images")
     axes.set_ylabel("test accuracy, %")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    made.legend(loc="outside right upper", fontsize=8)
     axes.set_title(title, fontsize=9)
     return made
+
+
+def _is_frozen(method: str) -> bool:
+    return method.endswith((UNTRAINED, TRAINED))
+
+
+def _family(method: str) -> str:
+    """What a trained and an untrained line have in common."""
+    return method.removesuffix(UNTRAINED).removesuffix(TRAINED)
 
 
 def draw(points: Sequence[Point], path: Path, title: str = "") -> None:
