@@ -1,12 +1,14 @@
 """The job: what was pretraining worth? One run and some labels -> the table against training from scratch.
 
-Every fine-tuning is a run of its own below `out`, so the ladder goes on where it was stopped, row by row.
+Every fine-tuning is a run of its own below `out`, so the ladder goes on where it was stopped, row by row; and several
+processes, on devices of their own, can work on one ladder: each takes the rows that no other is at.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,6 +36,8 @@ from mpp.inspection import ladder as picture
 from mpp.metrics import JsonLines, commit, table
 from mpp.patches import pair
 from mpp.pretrain_recipe import PretrainConfig
+from mpp.run_folder import FolderInUse, hold, let_go
+from mpp.runtime import StopSignal
 from mpp.weights import checkpoint_at, load_into
 
 Budget = Annotated[int, Ge(1)] | Literal["all"]
@@ -103,6 +107,14 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Task:
+    """A part of the ladder with a folder of its own; `do` returns an exit code."""
+
+    folder: Path
+    do: Callable[[], int]
+
+
+@dataclass(frozen=True)
 class Cell:
     """One entry of the table: accuracies of the seeds that are done, and how they came about."""
 
@@ -114,7 +126,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """ "52.2 ±0.4", and how many seeds are done where some are not."""
+        """As in the table, 52.2 ±0.4, and how many seeds are done where some are not."""
         done, wanted = self.row["seeds"], self.row.get("wanted_seeds")
         missing = f" ({done} of {wanted})" if wanted and done < wanted else ""
         return percent(self.row["value"], self.row["spread"], signed=self.metric == "top1_gain") + missing
@@ -146,11 +158,17 @@ class Ladder:
         for budget in config.budgets:  # too few images of a class are told now
             labels_of(budget, 0).split(self.train)
         self._check_weights(weights)
+        self.rates: dict[str, float] = {}
+        self.stop: StopSignal | None = None  # of the last run of this process
+        self.is_waiting = False
 
     def go(self) -> int:
         """0 when the table is complete; 75 when a signal ended it before: the same command goes on."""
         self._pin()
-        code = self._frozen() or self._sweep() or self._rungs()
+        code = self._work([self._frozen_task(), *self._sweep_tasks()])
+        if not code:
+            self._choose_rates()
+            code = self._work(self._rung_tasks())
         if not code:
             print(f"\n{self._write()}\n\n{self.out / 'ladder.txt'}, ladder.jsonl, ladder.png")
         return code
@@ -194,6 +212,7 @@ class Ladder:
         ValueError if the run has been trained further, or anew, since the ladder was begun.
         """
         stamp = self.checkpoint.files["model.safetensors"]["sha256"]
+        hold(self.out)
         file, now = self.out / "ladder.json", {"run": str(self.run), "step": self.checkpoint.step, "sha256": stamp}
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else now
         if before.get("sha256") != stamp:
@@ -206,6 +225,42 @@ class Ladder:
         if not file.exists():
             replace_file(file, [json.dumps(now).encode()])
         keep_weights(self.checkpoint, self.run / "recipe.yaml", self.weights)
+        let_go(self.out)
+
+    def _work(self, tasks: Iterable[Task]) -> int:
+        """Does what no other process is at, then waits for the others; the exit code."""
+        left = list(tasks)
+        while left:
+            busy = []
+            for task in left:
+                try:
+                    hold(task.folder, patience=0)
+                except FolderInUse:
+                    busy.append(task)
+                    continue
+                try:
+                    if code := task.do():
+                        return code
+                finally:
+                    let_go(task.folder)
+            if len(busy) == len(left) and (code := self._wait(len(busy))):
+                return code
+            left = busy
+        return 0
+
+    def _wait(self, count: int, seconds: float = 5.0) -> int:
+        """A moment, while other processes do the rest; 75 where a signal came."""
+        if not self.is_waiting:
+            print(f"waiting    {count} of its runs are made by other processes")
+        self.is_waiting = True
+        try:
+            time.sleep(seconds)
+        except KeyboardInterrupt:  # before the first run of this process installed its own handler
+            return EXIT_STOPPED
+        return EXIT_STOPPED if self.stop is not None and self.stop.requested else 0
+
+    def _frozen_task(self) -> Task:
+        return Task(self.out / "frozen", self._frozen)
 
     def _frozen(self) -> int:
         """Few-shot at every budget, and the other frozen scores, trained beside untrained; once."""
@@ -218,23 +273,28 @@ class Ladder:
         if done.exists() and done.read_text(encoding="utf-8") == text:
             return 0
         (folder / "results.jsonl").unlink(missing_ok=True)
-        code = evaluate.begin(str(self.weights), asked).go()
+        job = evaluate.begin(str(self.weights), asked)
+        self.stop = job.runtime.stop
+        code = job.go()
         if not code:
             replace_file(done, [text.encode()])
         return code
 
-    def _sweep(self) -> int:
-        """The learning rate of each start; more steps from scratch take that of scratch."""
-        self.rates: dict[str, float] = {}
+    def _sweep_tasks(self) -> Iterator[Task]:
+        """A run for every learning rate and start; more steps from scratch take the rate of scratch."""
         for start in self.starts:
-            found = {}
             for rate in () if start.more_steps else self.config.learning_rates:
-                config = self._config(start, self.config.budgets[0], 0, rate, self.config.choose_on)
-                if code := run_one(config):
-                    return code
-                found[rate] = last(config.out, "validation_accuracy")
+                yield self._task(self._sweep_config(start, rate))
+
+    def _sweep_config(self, start: Start, rate: float) -> ClassifyConfig:
+        return self._config(start, self.config.budgets[0], 0, rate, self.config.choose_on)
+
+    def _choose_rates(self) -> None:
+        """The learning rate of each start."""
+        for start in self.starts:
+            rates = () if start.more_steps else self.config.learning_rates
+            found = {rate: last(self._sweep_config(start, rate).out, "validation_accuracy") for rate in rates}
             self.rates[start.name] = self._chosen(start, found)
-        return 0
 
     def _chosen(self, start: Start, found: dict[float, float]) -> float:
         """The rate with the highest accuracy, of equal ones the lowest; written down beside the others."""
@@ -249,16 +309,27 @@ class Ladder:
         replace_file(self.out / f"sweep_{slug(start.name)}.json", [json.dumps(record, indent=1).encode()])
         return best
 
-    def _rungs(self) -> int:
+    def _rung_tasks(self) -> Iterator[Task]:
         """Every start at every budget with every seed, long ones last; the table grows with each."""
         for more in sorted({start.more_steps for start in self.starts}):
             for seed in range(self.config.seeds):
                 for budget in self.config.budgets:
                     for start in (one for one in self.starts if one.more_steps == more):
-                        if code := run_one(self._config(start, budget, seed, self.rates[start.name])):
-                            return code
-                        self._write()
-        return 0
+                        yield self._task(self._config(start, budget, seed, self.rates[start.name]), self._write)
+
+    def _task(self, config: ClassifyConfig, after: Callable[[], Any] = lambda: None) -> Task:
+        """One fine-tuning. Its exit code is that of a stop also where the signal came with its last save."""
+        assert config.out is not None
+
+        def do() -> int:
+            job = classify.begin(config)
+            self.stop = job.runtime.stop
+            code = job.go() or (EXIT_STOPPED if self.stop.requested else 0)
+            if not code:
+                after()
+            return code
+
+        return Task(config.out, do)
 
     def _config(self, start: Start, budget: Budget, seed: int, rate: float, validation: float = 0.0) -> ClassifyConfig:
         """The recipe of one fine-tuned run."""
@@ -318,6 +389,7 @@ class Ladder:
 
     def _write(self) -> str:
         """ladder.jsonl, ladder.png, and the table as text."""
+        hold(self.out)
         scores, gains = [*self._frozen_cells(), *self._tuned_cells()], list(self._gains())
         budgets = dict.fromkeys((*self.config.budgets, *(cell.budget for cell in scores)))
         columns = {budget: f"{budget} per class" if budget != "all" else "all" for budget in budgets}
@@ -337,6 +409,7 @@ class Ladder:
         replace_file(self.out / "ladder.txt", [(text + "\n").encode()])
         points = [(cell.method, self._images(cell.budget), cell.row["value"], cell.row["spread"]) for cell in scores]
         picture.draw(points, self.out / "ladder.png", f"{self.run}: {self.config.seeds} seeds")
+        let_go(self.out)
         return text
 
     def _images(self, budget: Budget) -> int:
@@ -369,12 +442,6 @@ def linked(source: str, target: str) -> None:
 
 def labels_of(budget: Budget, seed: int) -> All | PerClass:
     return All(seed=seed) if budget == "all" else PerClass(count=budget, seed=seed)
-
-
-def run_one(config: ClassifyConfig) -> int:
-    """One fine-tuning; its exit code, and that of a stop also where the signal came with its last save."""
-    job = classify.begin(config)
-    return job.go() or (EXIT_STOPPED if job.runtime.stop.requested else 0)
 
 
 def rows(file: Path) -> list[dict[str, Any]]:

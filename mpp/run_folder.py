@@ -34,6 +34,45 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
+class FolderInUse(ValueError):
+    """Another process writes in this folder."""
+
+
+def hold(path: Path, patience: float = 20.0) -> None:
+    """One writer per folder, until `let_go` or the end of this process, however it comes. FolderInUse otherwise.
+
+    Waits a little: a run that was stopped a moment ago may still be saving. patience: seconds.
+    """
+    place = path.resolve()
+    if place in _HELD:
+        return
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        file = (place / ".lock").open("a+")
+    except OSError as error:
+        raise ValueError(f"out: {path} cannot be written: {error}; name another with --out") from None
+    until = time.monotonic() + patience
+    while not _locked(file.fileno()):
+        if time.monotonic() > until:
+            with file:
+                file.seek(0)
+                owner = file.read().strip()
+            raise FolderInUse(
+                f"out: {path} is in use by another run ({owner}); wait for it to end, or name another folder with --out"
+            )
+        time.sleep(0.2)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+    _HELD[place] = file
+
+
+def let_go(path: Path) -> None:
+    """Others may write in the folder now."""
+    if file := _HELD.pop(path.resolve(), None):
+        file.close()
+
+
 def extension(stretches: Collection[Extend]) -> str:
     """The option that says so on a command line."""
     told = [
@@ -71,7 +110,7 @@ class Run:
         something else lies here, or a run that would learn something else.
         """
         found, notes = None, list[str]()
-        self._lock()
+        hold(self.path)
         if self._is_begun():
             notes = self._check_same(recipe, free, facts, split_sensitive)
             checkpoint.tidy(self.path)
@@ -96,35 +135,6 @@ class Run:
         except OSError as error:
             raise ValueError(f"out: {self.path} cannot be used: {error}; name another with --out") from None
         return False
-
-    def _lock(self, patience: float = 20.0) -> None:
-        """One writer per folder, until this process ends, however it does. ValueError if another holds on to it.
-
-        Waits a little: a run that was stopped a moment ago may still be saving.
-        """
-        place = self.path.resolve()
-        if place in _HELD:
-            return
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            file = (place / ".lock").open("a+")
-        except OSError as error:
-            raise ValueError(f"out: {self.path} cannot be written: {error}; name another with --out") from None
-        until = time.monotonic() + patience
-        while not _locked(file.fileno()):
-            if time.monotonic() > until:
-                with file:
-                    file.seek(0)
-                    owner = file.read().strip()
-                raise ValueError(
-                    f"out: {self.path} is in use by another run ({owner}); wait for it to end, or name another folder "
-                    f"with --out"
-                )
-            time.sleep(0.2)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}\n")
-        file.flush()
-        _HELD[place] = file
 
     def check(self) -> None:
         """ValueError where no run can lie or go on; looks only."""

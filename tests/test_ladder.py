@@ -11,6 +11,7 @@ from mpp import pretrain as pretraining
 from mpp.config import RecipeError, load_recipe
 from mpp.ladder import LadderConfig
 from mpp.pretrain_recipe import PretrainConfig
+from mpp.run_folder import FolderInUse
 
 PRETRAIN = """
 backbone: {kind: vit, patch_size: 8, image_size: 32, embed_dim: 32, depth: 2, num_heads: 2}
@@ -189,6 +190,43 @@ def test_a_budget_that_the_data_does_not_have_is_refused_at_the_start(run, tmp_p
     with pytest.raises(ValueError, match="every class"):
         job.begin(str(run), config(run, tmp_path / "out", "--budgets=[2, 50]"))
     assert not (tmp_path / "out").exists()
+
+
+def test_what_another_process_is_at_is_left_to_it_and_waited_for(run, tmp_path, monkeypatch, capsys):
+    asked = config(run, tmp_path / "out", "--learning_rates=[]", "--budgets=[2]", "--seeds=1", "--total_compute=false")
+    busy, order, waits = {"mpp_2_seed0": 2, "scratch_2_seed0": 0}, [], []
+    take = job.hold
+
+    def hold(path, patience=20.0):
+        if busy.get(path.name, 0):
+            raise FolderInUse(str(path))
+        if path.name in busy:
+            order.append(path.name)
+        take(path, patience)
+
+    def sleep(seconds):
+        waits.append(seconds)
+        busy["mpp_2_seed0"] -= 1
+
+    monkeypatch.setattr(job, "hold", hold)
+    monkeypatch.setattr(job.time, "sleep", sleep)
+    assert job.begin(str(run), asked).go() == 0
+    assert order == ["scratch_2_seed0", "mpp_2_seed0"] and len(waits) == 2
+    told = capsys.readouterr().out
+    assert told.count("runs are made by other processes") == 1 and "gain over scratch" in told
+
+
+def test_a_signal_while_waiting_for_others_ends_it(run, tmp_path, monkeypatch):
+    asked = config(run, tmp_path / "out", "--learning_rates=[]", "--budgets=[2]", "--seeds=1", "--total_compute=false")
+    ladder = job.begin(str(run), asked)
+
+    def hold(path, patience=20.0):
+        if path.name.endswith("seed0"):
+            raise FolderInUse(str(path))
+
+    monkeypatch.setattr(job, "hold", hold)
+    monkeypatch.setattr(job.time, "sleep", lambda seconds: setattr(ladder.stop, "requested", True))
+    assert ladder.go() == 75
 
 
 def test_a_signal_in_the_last_save_of_a_run_stops_the_ladder(run, tmp_path, monkeypatch):

@@ -590,11 +590,11 @@ def test_an_evaluation_without_an_answer_does_not_cost_the_run(recipe, pictures,
 def test_a_folder_has_one_writer(recipe, tmp_path, monkeypatch):
     import fcntl
 
-    from mpp.run_folder import Run
+    from mpp import run_folder
 
     config = recipe("--train.steps=3")
     config.out.mkdir()
-    monkeypatch.setattr(Run._lock, "__defaults__", (0.3,))
+    monkeypatch.setattr(run_folder.hold, "__defaults__", (0.3,))
     with (config.out / ".lock").open("a+") as other:  # another open file is another owner, also in this process
         other.write("process 123 on elsewhere")
         other.flush()
