@@ -156,7 +156,10 @@ class Ladder:
         self.starts = list(self._starts())
         self.train = open_splits(self.data).train
         for budget in config.budgets:  # too few images of a class are told now
-            labels_of(budget, 0).split(self.train)
+            try:
+                labels_of(budget, 0).split(self.train)
+            except ValueError as error:
+                raise ValueError(f"budgets: {budget}: {error}") from None
         self._check_weights(weights)
         self.rates: dict[str, float] = {}
         self.stop: StopSignal | None = None  # of the last run of this process
@@ -217,8 +220,8 @@ class Ladder:
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else now
         if before.get("sha256") != stamp:
             raise ValueError(
-                f"{self.out} is the ladder of step {before['step']:,} of {before['run']}, and {self.run} is now other "
-                f"weights, of step {self.checkpoint.step:,}; go on with its own copy, tools/ladder.py {self.weights} "
+                f"{self.out} is the ladder of step {before['step']:,} of {before.get('run')}, and {self.run} is now "
+                f"other weights, of step {self.checkpoint.step:,}; go on with its own copy, tools/ladder.py {self.weights} "
                 f"... --out {self.out}, or name another folder with --out"
             )
         self.out.mkdir(parents=True, exist_ok=True)

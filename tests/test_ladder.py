@@ -187,7 +187,7 @@ def test_several_processes_are_refused(run, tmp_path, monkeypatch):
 
 
 def test_a_budget_that_the_data_does_not_have_is_refused_at_the_start(run, tmp_path):
-    with pytest.raises(ValueError, match="every class"):
+    with pytest.raises(ValueError, match="budgets: 50: .*every class"):
         job.begin(str(run), config(run, tmp_path / "out", "--budgets=[2, 50]"))
     assert not (tmp_path / "out").exists()
 
