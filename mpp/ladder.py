@@ -221,8 +221,8 @@ class Ladder:
         if before.get("sha256") != stamp:
             raise ValueError(
                 f"{self.out} is the ladder of step {before['step']:,} of {before.get('run')}, and {self.run} is now "
-                f"other weights, of step {self.checkpoint.step:,}; go on with its own copy, tools/ladder.py {self.weights} "
-                f"... --out {self.out}, or name another folder with --out"
+                f"other weights, of step {self.checkpoint.step:,}; go on with the ladder's own copy, tools/ladder.py "
+                f"{self.weights} ... --out {self.out}, or name another folder with --out"
             )
         self.out.mkdir(parents=True, exist_ok=True)
         if not file.exists():

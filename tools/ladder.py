@@ -4,7 +4,8 @@
     python tools/ladder.py runs/cifar10 recipes/ladder/cifar10_small.yaml
     python tools/ladder.py --help                                              every field
 
-Every fine-tuning is a run of its own below `out`; the same command again goes on where it was stopped. Exit codes: 0
+Every fine-tuning is a run of its own below `out`; the same command again goes on where it was stopped, and started
+several times at once (on a device each) it shares the work. Exit codes: 0
 done, 2 a mistake in run, recipe or data, 75 stopped by a signal.
 """
 
