@@ -22,6 +22,7 @@ from mpp.metrics import JsonLines, commit, comparison
 from mpp.positions import Resampling
 from mpp.pretrain_recipe import PretrainConfig
 from mpp.runtime import Runtime, start
+from mpp.weight_files import check_exists
 from mpp.weights import checkpoint_at, load_backbone, load_into, stored_classifier
 
 
@@ -56,6 +57,7 @@ class Evaluating:
     """One evaluation of some weights."""
 
     def __init__(self, weights: str, config: EvaluateConfig, runtime: Runtime):
+        check_exists(weights)
         self.weights, self.config, self.runtime = weights, config, runtime
         self.run = run_of(weights)
         self.recipe = None if self.run is None else recipe_of(self.run)

@@ -38,6 +38,7 @@ from mpp.patches import pair
 from mpp.pretrain_recipe import PretrainConfig
 from mpp.run_folder import FolderInUse, hold, let_go
 from mpp.runtime import StopSignal
+from mpp.weight_files import check_exists
 from mpp.weights import checkpoint_at, load_into
 
 Budget = Annotated[int, Ge(1)] | Literal["all"]
@@ -141,6 +142,7 @@ class Ladder:
     """The table of one pretraining run."""
 
     def __init__(self, weights: str, config: LadderConfig):
+        check_exists(weights)
         run = run_of(weights)
         recipe = None if run is None else recipe_of(run)
         if run is None or not isinstance(recipe, PretrainConfig):

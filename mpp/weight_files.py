@@ -55,14 +55,19 @@ class Stored:
         return bool(self.architecture)
 
 
+def check_exists(spec: str) -> None:
+    """ValueError where a spec names no file or folder and nothing of timm's."""
+    if not spec.startswith("timm:") and not Path(spec).exists():
+        near = f"; did you mean timm:{spec}?" if timm.is_model(spec) else ""
+        raise ValueError(f"{spec}: no such file or folder; {GRAMMAR}{near}")
+
+
 def read(spec: str) -> Stored:
     """The weights that a spec names; ValueError if there are none or they cannot be trusted."""
+    check_exists(spec)
     if spec.startswith("timm:"):
         return read_hub(spec.removeprefix("timm:"))
     path = Path(spec)
-    if not path.exists():
-        near = f"; did you mean timm:{spec}?" if timm.is_model(spec) else ""
-        raise ValueError(f"{spec}: no such file or folder; {GRAMMAR}{near}")
     if path.is_file():
         return Stored(where=spec, tensors=read_tensors(path))
     if (path / "config.json").is_file() and not (path / "manifest.json").is_file():

@@ -135,7 +135,7 @@ def test_a_folder_below_a_run_is_no_checkpoint_of_it(run):
 @pytest.mark.parametrize(
     ("weights", "words", "message"),
     [
-        ("nowhere", (), "nowhere|data"),
+        ("nowhere", (), "nowhere: no such file or folder"),
         ("RUN", ("--data.kind=folder", "--data.path=DATA"), "labels"),
         ("RUN", ("--data.kind=demo", "--data.channels=1"), "channels"),
         ("RUN", ("--evaluations=[{kind: fewshot, shots: [50]}]",), "50 shots"),

@@ -130,6 +130,8 @@ def test_total_compute_counts_tokens(run, tmp_path):
 def test_what_is_no_pretraining_run_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match="no pretraining run"):
         job.begin(str(run.parent / "data"), config(run, tmp_path / "out"))
+    with pytest.raises(ValueError, match="nowhere: no such file or folder"):
+        job.begin("nowhere", config(run, tmp_path / "out"))
 
 
 @pytest.mark.parametrize(

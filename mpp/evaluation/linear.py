@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from mpp.evaluation.features import Features, Split
 
 Positive = Annotated[float, Gt(0)]
+LARGE = 50_000_000  # numbers of all classes' curvatures: 400 MB
+STRETCH = 100  # iterations of L-BFGS between looks at the curvature, which vanishes where classes come apart
 BLOCK = 8192  # rows of logits at a time: a thousand classes and a million images would not fit
 
 
@@ -65,9 +67,8 @@ class LBFGS:
         whiten = fit_whitening(x)
         rows = _with_ones(whiten, x)
         weight, fits = torch.zeros(rows.shape[1], classes, dtype=torch.float64), {}
-        gram = rows.T @ rows / len(rows)
         for penalty in sorted(l2, reverse=True):
-            weight, gradient = _minimized(rows, y, weight, penalty, gram, self.max_iterations, self.tolerance)
+            weight, gradient = _minimized(rows, y, weight, penalty, self.max_iterations, self.tolerance)
             loss, _ = cross_entropy(rows, y, weight, classes)
             fits[penalty] = Fit(whiten, weight, float(loss), gradient <= self.tolerance)
         return [fits[penalty] for penalty in l2]
@@ -265,27 +266,39 @@ def cross_entropy(rows: Tensor, y: Tensor, weight: Tensor, classes: int) -> tupl
 
 
 def _minimized(
-    rows: Tensor, y: Tensor, start: Tensor, l2: float, gram: Tensor, iterations: int, tolerance: float
+    rows: Tensor, y: Tensor, weight: Tensor, l2: float, iterations: int, tolerance: float
 ) -> tuple[Tensor, float]:
-    """The weight that makes cross-entropy + l2 / 2 * |W|^2 smallest, and the largest entry of the gradient there.
+    """The weight that makes cross-entropy + l2 / 2 * |W|^2 smallest, and the largest entry of the gradient there."""
+    gradient = math.inf
+    while iterations > 0 and gradient > tolerance:
+        weight, gradient, made = _walked(rows, y, weight, l2, min(STRETCH, iterations), tolerance)
+        iterations -= max(1, made)
+    weight[-1] -= weight[-1].mean()  # the same added to all biases changes nothing, and nothing holds it back
+    return weight, gradient
+
+
+def _walked(
+    rows: Tensor, y: Tensor, start: Tensor, l2: float, iterations: int, tolerance: float
+) -> tuple[Tensor, float, int]:
+    """A stretch of L-BFGS from `start`: the weight, the largest entry of the gradient there, iterations made.
 
     Features are correlated, and along their small directions the loss hardly curves: L-BFGS would creep. So it walks in
-    V = L' W, where LL' = X'X / N / C + l2 I is about the curvature (Boehning's bound, with 1 / C of classes that are
-    equally likely), in which every direction curves alike. The minimum is the same. gram: X'X / N, float64 (D, D).
+    v = L' w for each class, where LL' is the curvature at the start, and every direction curves alike. The minimum is
+    the same.
     """
     penalty = torch.full((len(start), 1), l2, dtype=start.dtype)
     penalty[-1] = 0  # the bias
-    root = _root_of_curvature(gram / start.shape[1], penalty[:, 0])
-    walked = (root.T @ start).contiguous().requires_grad_()
+    roots = torch.stack([_root(one + penalty[:, 0].diag()) for one in _curvatures(rows, start)])  # (C or 1, D, D)
+    walked = (roots.mT @ start.T[..., None])[..., 0].contiguous().requires_grad_()  # (C, D)
     weight, slope = start, torch.zeros_like(start)
 
     def loss() -> Tensor:
         nonlocal weight, slope
         with torch.no_grad():
-            weight = torch.linalg.solve_triangular(root.T, walked, upper=True)
+            weight = torch.linalg.solve_triangular(roots.mT, walked[..., None], upper=True)[..., 0].T
             value, gradient = cross_entropy(rows, y, weight, weight.shape[1])
             slope = gradient + penalty * weight
-            walked.grad = torch.linalg.solve_triangular(root, slope, upper=False).contiguous()
+            walked.grad = torch.linalg.solve_triangular(roots, slope.T[..., None], upper=False)[..., 0].contiguous()
             return value.sum() + (penalty * weight.square()).sum() / 2
 
     # No stop where the loss hardly changes (only where it does not at all, in float64): the gradient tells the bottom.
@@ -293,24 +306,42 @@ def _minimized(
         [walked],
         max_iter=iterations,
         max_eval=2 * iterations,
-        tolerance_grad=tolerance / float(root.abs().sum(1).max()),  # slope = L walked.grad is within tolerance, too
+        tolerance_grad=tolerance / float(roots.abs().sum(2).max()),  # slope = L walked.grad is within tolerance, too
         tolerance_change=1e-300,
         history_size=20,
         line_search_fn="strong_wolfe",
     )
     solver.step(loss)  # pyright: ignore
     loss()
-    return weight.detach(), float(slope.abs().max())
+    return weight.detach(), float(slope.abs().max()), solver.state[walked]["n_iter"]
 
 
-def _root_of_curvature(gram: Tensor, penalty: Tensor) -> Tensor:
-    """The lower triangular L of LL' = gram + diag(penalty); where rounding leaves that singular, a little more."""
-    curvature = gram + penalty.diag()
+def _curvatures(rows: Tensor, weight: Tensor) -> Tensor:
+    """float64 (C, D, D): the curvature of the mean cross-entropy along the weights of each class.
+
+    Where that would be large, (1, D, D): the mean over classes, for all of them.
+
+        X' diag(p_c (1 - p_c)) X / N
+    """
+    width, classes = weight.shape
+    own = classes * width**2 <= LARGE
+    total = torch.zeros(classes if own else 1, width, width, dtype=rows.dtype)
+    for part in rows.split(BLOCK):
+        chances = (part @ weight).softmax(1)
+        curving = chances * (1 - chances)
+        for curvature, along in zip(total, curving.T if own else curving.mean(1)[None], strict=True):
+            curvature.addmm_(part.T, part * along[:, None])
+    return total / len(rows)
+
+
+def _root(curvature: Tensor) -> Tensor:
+    """The lower triangular L of LL' = curvature; where rounding leaves that singular, of a little more."""
     for little in (0.0, 1e-12, 1e-9, 1e-6, 1e-3):
-        root, failed = torch.linalg.cholesky_ex(curvature + little * curvature.trace() * torch.eye(len(gram)).double())
+        more = little * curvature.trace() * torch.eye(len(curvature), dtype=curvature.dtype)
+        root, failed = torch.linalg.cholesky_ex(curvature + more)
         if not failed:
             return root
-    return curvature.diagonal().clamp(min=1e-12).sqrt().diag()
+    return torch.eye(len(curvature), dtype=curvature.dtype)
 
 
 def _with_ones(whiten: Whitening, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 
 from mpp.chance import Purpose, seed_of
 from mpp.data.order import Order
+from mpp.evaluation import linear
 from mpp.evaluation.fewshot import draw
 from mpp.evaluation.linear import LBFGS, SGD, LinearProbe, cross_entropy
 from mpp.evaluation.scores import hold_back
@@ -212,6 +213,15 @@ def test_features_that_nearly_depend_on_each_other_take_few_iterations():
     assert [fit.converged for fit in fits] == [True] * 3
     alone = LBFGS(max_iterations=40).fit(x, y, 3, (1e-6,), 0, CPU)[0]  # from 0, and not from its neighbour's end
     assert alone.loss == pytest.approx(fits[0].loss, abs=1e-6)
+
+
+def test_classes_that_nearly_come_apart_converge_also_with_one_curvature_for_all(monkeypatch):
+    split = clouds(distance=3.0, train=80)
+    own = LBFGS(max_iterations=300).fit(split.train_x, split.train_y, 4, (1e-6,), 0, CPU)[0]
+    monkeypatch.setattr(linear, "LARGE", 0)
+    shared = LBFGS(max_iterations=300).fit(split.train_x, split.train_y, 4, (1e-6,), 0, CPU)[0]
+    assert own.converged and shared.converged and own.loss < 1e-3
+    assert own.loss == pytest.approx(shared.loss, abs=1e-5)
 
 
 def test_a_feature_that_is_a_copy_of_another_is_no_fault():
