@@ -40,7 +40,8 @@ class AttentiveProbe(Streamed):
         return [(layer,) for layer in backbone.layers_of(self.layers)]
 
     def setting(self, place: Place, backbone: Backbone) -> dict[str, Any]:
-        return {"num_heads": self.heads_for(backbone.embed_dim), "epochs": self.epochs, "layer": place[0]}
+        heads = {"num_heads": self.heads_for(backbone.embed_dim), "weight_decay": self.weight_decay}
+        return heads | self.common_setting | {"layer": place[0]}
 
     def learner(self, backbone: Backbone, runtime: Runtime, rates: Rates, classes: int, seed: int) -> "AttentiveHeads":
         backbone.check_readout((), self.layers)

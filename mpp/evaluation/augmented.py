@@ -39,7 +39,8 @@ class AugmentedProbe(Streamed):
         return [(pool, layer) for pool in self.pool for layer in backbone.layers_of(self.layers)]
 
     def setting(self, place: Place, backbone: Backbone) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "epochs": self.epochs, "pool": place[0], "layer": place[1]}
+        decay = {"weight_decay": self.weight_decay, "momentum": self.momentum}
+        return {"optimizer": self.optimizer, **decay, **self.common_setting, "pool": place[0], "layer": place[1]}
 
     def learner(self, backbone: Backbone, runtime: Runtime, rates: Rates, classes: int, seed: int) -> "LinearHeads":
         backbone.check_readout(self.pool, self.layers)

@@ -112,6 +112,11 @@ class Streamed(ABC):
     def setting(self, place: Place, backbone: Backbone) -> dict[str, Any]:
         """What identifies a place's row."""
 
+    @property
+    def common_setting(self) -> dict[str, Any]:
+        """What tells the rows of two such probes apart, whichever head they have."""
+        return {"epochs": self.epochs, "warmup_epochs": self.warmup_epochs, "batch_size": self.batch_size}
+
     def faults(self) -> Iterator[tuple[str, str]]:
         yield from repeats(layers=self.layers, learning_rates=self.learning_rates)
         if self.warmup_epochs >= self.epochs:

@@ -11,10 +11,11 @@ from torch import nn
 
 from mpp.chance import Purpose, seed_of
 from mpp.data.order import Order
-from mpp.evaluation import linear
+from mpp.evaluation import softmax_regression
 from mpp.evaluation.fewshot import draw
-from mpp.evaluation.linear import LBFGS, SGD, LinearProbe, cross_entropy
+from mpp.evaluation.linear import LinearProbe
 from mpp.evaluation.scores import hold_back
+from mpp.evaluation.softmax_regression import LBFGS, SGD, cross_entropy
 
 CPU = torch.device("cpu")
 
@@ -218,7 +219,7 @@ def test_features_that_nearly_depend_on_each_other_take_few_iterations():
 def test_classes_that_nearly_come_apart_converge_also_with_one_curvature_for_all(monkeypatch):
     split = clouds(distance=3.0, train=80)
     own = LBFGS(max_iterations=300).fit(split.train_x, split.train_y, 4, (1e-6,), 0, CPU)[0]
-    monkeypatch.setattr(linear, "LARGE", 0)
+    monkeypatch.setattr(softmax_regression, "LARGE", 0)
     shared = LBFGS(max_iterations=300).fit(split.train_x, split.train_y, 4, (1e-6,), 0, CPU)[0]
     assert own.converged and shared.converged and own.loss < 1e-3
     assert own.loss == pytest.approx(shared.loss, abs=1e-5)

@@ -25,7 +25,8 @@ from mpp.evaluation.augmented import AugmentedProbe
 from mpp.evaluation.features import CHUNK, Features
 from mpp.evaluation.fewshot import FewShot
 from mpp.evaluation.knn import KNN
-from mpp.evaluation.linear import SGD, LinearProbe
+from mpp.evaluation.linear import LinearProbe
+from mpp.evaluation.softmax_regression import SGD
 from mpp.evaluation.streamed import _Where
 from mpp.runtime import Runtime, StopSignal, start
 
