@@ -33,6 +33,7 @@ from mpp.trainer import Event
 from mpp.weights import load_into, load_strictly, objective_tensors
 
 TOLD = ("top1", "top5", "mean_class_accuracy", "real_top1")
+OWN = ("classification", "imagenet_real")  # evaluations of this job: others may stand in the same file
 BEST = "state/best.safetensors"
 AVERAGE = "state/average.safetensors"
 LIVE = "state/live.safetensors"
@@ -47,10 +48,13 @@ def classify(config: ClassifyConfig) -> int:
     return begin(config).go()
 
 
-def begin(config: ClassifyConfig) -> "Classifying":
-    """Everything that can be refused, done; nothing is trained or written yet but the run folder's recipe."""
+def begin(config: ClassifyConfig, is_part: bool = False) -> "Classifying":
+    """Everything that can be refused, done; nothing is trained or written yet but the run folder's recipe.
+
+    is_part: see `Job`.
+    """
     runtime = start(config.train.precision, config.train.threads, config.train.trackers, config.out)
-    return Classifying(config, runtime)
+    return Classifying(config, runtime, is_part)
 
 
 @dataclass
@@ -70,8 +74,8 @@ class Classifying(Job):
     free = FREE
     task: Classification
 
-    def __init__(self, config: ClassifyConfig, runtime: Runtime):
-        super().__init__(config, runtime)
+    def __init__(self, config: ClassifyConfig, runtime: Runtime, is_part: bool = False):
+        super().__init__(config, runtime, is_part)
         train = config.train
         with runtime.accelerator.main_process_first():  # downloads and caches are made once
             splits = open_splits(config.data)
@@ -309,14 +313,14 @@ class Classifying(Job):
         self.best = Best(**found.document(STOPPING), weights={n: t.to(self.runtime.device) for n, t in weights.items()})
 
     def _tell_the_end(self) -> None:
-        run, log = self.files.path, self.runtime.log
+        run, log = self.files.path, self.tell
         if self.real:
             self._catch_up_with_real()
         log(f"\nfinished: step {self.trainer.step:,} in {run}; pictures in {run / 'pictures'}")
         if len(self.skips):
             log(f"{len(self.skips):,} pictures could not be used: {self.skips.file.path}")
         for row in self.files.results.read():
-            if row["evaluation"] != "classifier" and row["metric"] in TOLD and row["step"] == self.trainer.step:
+            if row["evaluation"] in OWN and row["metric"] in TOLD and row["step"] == self.trainer.step:
                 log(f"{row['dataset']} test, {row['metric']}: {100 * row['value']:.2f} % of {row['images']:,} images")
         if self.unlabelled:
             self._predict()

@@ -99,9 +99,6 @@ class ClassifyConfig:
     def _misfits(self, backbone: ViT) -> Iterator[tuple[str, str]]:
         if self.pool == "cls" and not backbone.class_token:
             yield "pool", "cls asks for a class token and backbone.class_token is false"
-        depth = backbone.shape()[1]
-        if self.frozen_blocks != "all" and self.frozen_blocks > depth:
-            yield "frozen_blocks", f"{self.frozen_blocks} of a backbone with {depth} blocks"
         for name in ("pixel_mean", "pixel_std"):
             value = getattr(backbone, name)
             if isinstance(value, tuple) and len(value) != self.data.channels:

@@ -92,7 +92,8 @@ def ladder_command(doc: str) -> int:
     """tools/ladder.py."""
 
     def read(argv: list[str]) -> Any:
-        from mpp.ladder import LadderConfig, begin
+        from mpp.ladder import begin
+        from mpp.ladder_recipe import LadderConfig
 
         return begin(*named(LadderConfig, argv, doc, "pretraining run"))
 

@@ -114,7 +114,7 @@ class Evaluating:
             for evaluation in self.config.evaluations:
                 try:
                     found = list(self._rows(which, evaluation, features))
-                except ValueError as error:  # the other evaluations are not lost over it
+                except (ValueError, FloatingPointError) as error:  # the others are not lost over it
                     say(f"{evaluation.kind} gave no score for the {which} backbone: {error}")
                     failed += 1
                     continue

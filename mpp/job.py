@@ -6,7 +6,7 @@ A job's `__init__` makes its parts top to bottom, as an image passes them, and e
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ from mpp.trainer import Event, Train, Trainer
 class Job(ABC):
     """One run: begin it or go on with it, train, leave."""
 
-    free: ClassVar[frozenset[str]]  # dotted recipe fields that may differ from one start to the next
+    free: frozenset[str]  # dotted recipe fields that may differ from one start to the next
 
     data_description: str
     data_parts: tuple[Any, ...]  # datasets whose fingerprints must not change between starts
@@ -43,11 +43,15 @@ class Job(ABC):
     names: list[str]
     train_views: TrainingViews
 
-    def __init__(self, config: Any, runtime: Runtime):
+    def __init__(self, config: Any, runtime: Runtime, is_part: bool = False):
+        """is_part: of a larger job, which says what is done and with which weights; the header and what to try next
+        then go to train.log alone, and `init` may be spelled anew."""
         assert config.out is not None, "the caller names the run folder"
         self.config, self.runtime = config, runtime
         self.files = Run(config.out, runtime.is_main)
         runtime.on_main(self.files.check)  # before minutes are spent on data and baselines
+        self.free = type(self).free | {"init"} if is_part else type(self).free
+        self.tell = runtime.record if is_part else runtime.log
         self.share = share_of(config.train, runtime.rank, runtime.world)
 
     @property
@@ -111,7 +115,7 @@ class Job(ABC):
 
     def _introduce(self, first_step: int) -> None:
         """The header, with the time that one real micro-batch needs now."""
-        say = lambda what, words: self.runtime.log(f"{what:<10} {words}")  # noqa: E731
+        say = lambda what, words: self.tell(f"{what:<10} {words}")  # noqa: E731
         done = self.trainer.is_done(self.total_steps)
         state = (
             f": goes on at step {first_step:,}" if not done else f": finished at step {first_step:,}; nothing is left"

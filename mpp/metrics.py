@@ -4,10 +4,13 @@ import json
 import math
 import os
 import subprocess
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from mpp.durable import belongs
 
 Row = dict[str, Any]
 
@@ -20,8 +23,25 @@ class JsonLines:
 
     def write(self, record: Row) -> None:
         if self.active:
+            self._end_line()
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(plain(record), ensure_ascii=False) + "\n")
+
+    def _end_line(self) -> None:
+        """A last line that a killed process had begun is cut off; a whole one that lacks its end gets it."""
+        if not self.path.exists() or not (size := self.path.stat().st_size):
+            return
+        with self.path.open("rb+") as file:
+            file.seek(size - 1)
+            if file.read(1) == b"\n":
+                return
+            file.seek(0)
+            text = file.read()
+            begin = text.rfind(b"\n") + 1
+            if belongs(text[begin:], sys.maxsize):
+                file.write(b"\n")
+            else:
+                file.truncate(begin)
 
     def write_new(self, records: Iterable[Row], ignoring: Collection[str] = ("seconds", "commit")) -> None:
         """As `write`, without those that stand there already, whatever they took: what a killed process had made up
@@ -44,10 +64,25 @@ class JsonLines:
                 os.fsync(file.fileno())
 
     def read(self) -> list[Row]:
-        """All whole lines, none if there is no file."""
+        """All whole lines, none if there is no file; a last one that a killed process had begun is not whole.
+
+        ValueError where another line is no JSON object.
+        """
         if not self.path.exists():
             return []
-        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in self.path.read_bytes().splitlines() if line.strip()]
+        rows = []
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError("no JSON object")
+            except ValueError as error:
+                if number < len(lines):
+                    raise ValueError(f"{self.path}, line {number}: {error}; mend or remove it") from None
+                break
+            rows.append(row)
+        return rows
 
 
 def plain(record: Row) -> Row:

@@ -55,10 +55,15 @@ class Runtime:
 
     def log(self, text: str = "") -> None:
         """A line for the person, and for train.log once there is a run folder; the main process only."""
+        if self.is_main:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+            self.record(text)
+
+    def record(self, text: str) -> None:
+        """A line for train.log alone; the main process only."""
         if not self.is_main:
             return
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
         self._lines_before_the_run.append(text)
         if self.log_file:
             with self.log_file.open("a", encoding="utf-8") as file:

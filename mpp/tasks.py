@@ -170,7 +170,7 @@ def frozen_modules(backbone: Backbone, blocks: int | Literal["all"]) -> list[nn.
     if not blocks:
         return []
     if blocks > backbone.depth or not hasattr(backbone.model, "blocks"):
-        raise ValueError(f"frozen_blocks: {blocks} of a backbone with {backbone.depth}; try all")
+        raise ValueError(f"frozen_blocks: {blocks} of a backbone with {backbone.depth} blocks; try all")
     model: Any = backbone.model
     own = [p for name, p in model.named_parameters(recurse=False)]  # class token, positions, registers
     before = [part for name, part in model.named_children() if name in ("patch_embed", "pos_drop", "norm_pre")]

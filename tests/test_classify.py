@@ -264,7 +264,6 @@ def test_what_cannot_work_is_refused_by_name_before_the_first_step(recipe, pretr
         (("--early_stopping.patience=2", "--train.eval_every=2"), "labels.validation"),
         (("--early_stopping.patience=2", "--labels.validation=0.2"), "eval_every"),
         (("--pool=cls", "--backbone.class_token=false"), "class token"),
-        (("--frozen_blocks=3",), "2 blocks"),
         (("--predictions=x.csv",), "predict is null"),
         (("--optim.warmup_steps=6",), "warmup_steps"),
     ],

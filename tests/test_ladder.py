@@ -1,6 +1,7 @@
 """The ladder: one command from a pretraining run to the table, resumed row by row."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import yaml
 
 from mpp import ladder as job
 from mpp import pretrain as pretraining
+from mpp import shared_work
 from mpp.config import RecipeError, load_recipe
-from mpp.ladder import LadderConfig
+from mpp.ladder_recipe import LadderConfig
+from mpp.ladder_table import Cell
 from mpp.pretrain_recipe import PretrainConfig
 from mpp.run_folder import FolderInUse
 
@@ -59,18 +62,18 @@ def test_the_table_holds_every_method_and_the_same_command_goes_on(run, tmp_path
         "few-shot, trained features",
         "kNN, untrained features",
         "kNN, trained features",
-        "fine-tuned, mpp",
-        "fine-tuned, scratch",
-        "fine-tuned, scratch, total compute",
+        "fine-tuned from MPP",
+        "trained from scratch",
+        "trained from scratch, total compute",
         "gain over scratch",
         "gain over scratch, total compute",
     }
     assert {row["budget"] for row in rows} == {2, "all"} and "gain over scratch, total compute" in told
-    tuned = next(row for row in rows if (row["method"], row["budget"]) == ("fine-tuned, mpp", 2))
+    tuned = next(row for row in rows if (row["method"], row["budget"]) == ("fine-tuned from MPP", 2))
     assert tuned["learning_rate"] in (1e-3, 3e-3) and (tuned["steps"], tuned["seeds"]) == (6, 2)
     assert tuned["value"] == pytest.approx(sum(tuned["values"].values()) / 2) and tuned["dataset"] == "data"
     gain = next(row for row in rows if (row["method"], row["budget"]) == ("gain over scratch", 2))
-    scratch = next(row for row in rows if (row["method"], row["budget"]) == ("fine-tuned, scratch", 2))
+    scratch = next(row for row in rows if (row["method"], row["budget"]) == ("trained from scratch", 2))
     differences = [tuned["values"][seed] - scratch["values"][seed] for seed in ("0", "1")]
     assert gain["values"] == {"0": differences[0], "1": differences[1]} and gain["metric"] == "top1_gain"
     assert "is at the edge of learning_rates" in told  # both of two rates are
@@ -94,7 +97,7 @@ def load_steps(folder: Path) -> int:
 
 def test_starts_differ_in_their_weights_alone(run, tmp_path):
     ladder = job.begin(str(run), config(run, tmp_path / "out"))
-    mpp, scratch = (ladder._config(start, 2, 1, 1e-3) for start in ladder.starts[:2])
+    mpp, scratch = (ladder.rows.row(start, 2, 1, 1e-3) for start in ladder.rows.starts[:2])
     assert (mpp.init, scratch.init) == (str(tmp_path / "out" / "weights"), "scratch")
     from dataclasses import replace
 
@@ -106,9 +109,9 @@ def test_starts_differ_in_their_weights_alone(run, tmp_path):
 def test_drop_path_and_dropout_are_the_fine_tuning_s_alone(run, tmp_path):
     plain = job.begin(str(run), config(run, tmp_path / "out"))
     asked = job.begin(str(run), config(run, tmp_path / "out", "--drop_path=0.2", "--dropout=0.1"))
-    first, second = (ladder._config(ladder.starts[0], 2, 0, 1e-3).backbone for ladder in (plain, asked))
+    first, second = (ladder.rows.row(ladder.rows.starts[0], 2, 0, 1e-3).backbone for ladder in (plain, asked))
     assert (first.drop_path, first.dropout, second.drop_path, second.dropout) == (0.0, 0.0, 0.2, 0.1)
-    assert asked.recipe.backbone.drop_path == 0.0
+    assert asked.rows.recipe.backbone.drop_path == 0.0
 
 
 def test_dropout_of_a_backbone_without_it_is_refused(run, tmp_path):
@@ -124,7 +127,7 @@ def test_dropout_of_a_backbone_without_it_is_refused(run, tmp_path):
 
 def test_total_compute_counts_tokens(run, tmp_path):
     ladder = job.begin(str(run), config(run, tmp_path / "out", "--image_size=64"))
-    assert ladder.starts[2].more_steps == round(4 * 8 / 4 / 6)
+    assert ladder.rows.starts[2].more_steps == round(4 * 8 / 4 / 6)
 
 
 def test_what_is_no_pretraining_run_is_refused(run, tmp_path):
@@ -156,8 +159,8 @@ def test_one_table_is_of_one_state_of_the_run_and_keeps_a_copy_of_it(run, tmp_pa
     kept = tmp_path / "out" / "weights" / "checkpoints" / "00000004"
     assert (kept / "model.safetensors").read_bytes() == (ladder.checkpoint.path / "model.safetensors").read_bytes()
     pinned = tmp_path / "out" / "ladder.json"
-    pinned.write_text(json.dumps(json.loads(pinned.read_text()) | {"step": 2, "sha256": "other"}))
-    with pytest.raises(ValueError, match="ladder of step 2 of"):
+    pinned.write_text(json.dumps(json.loads(pinned.read_text()) | {"step": 2, "mpp": "other"}))
+    with pytest.raises(ValueError, match="other weights for mpp .*step 2"):
         job.begin(str(run), config(run, tmp_path / "out")).go()
 
 
@@ -165,15 +168,14 @@ def test_a_ladder_goes_on_from_its_own_copy(run, tmp_path):
     job.begin(str(run), config(run, tmp_path / "out"))._pin()
     again = job.begin(str(tmp_path / "out" / "weights"), config(run, tmp_path / "out"))
     again._pin()
-    assert again._config(again.starts[0], 2, 0, 1e-3) == job.begin(str(run), config(run, tmp_path / "out"))._config(
-        again.starts[0], 2, 0, 1e-3
-    )
+    first = job.begin(str(run), config(run, tmp_path / "out"))
+    assert again.rows.row(again.rows.starts[0], 2, 0, 1e-3) == first.rows.row(first.rows.starts[0], 2, 0, 1e-3)
 
 
 def test_a_cell_says_how_many_of_its_seeds_are_done(run, tmp_path):
-    whole = job.Cell("mpp", 2, {"value": 0.5, "spread": None, "seeds": 1, "wanted_seeds": 1})
-    half = job.Cell("mpp", 2, {"value": 0.5, "spread": 0.01, "seeds": 2, "wanted_seeds": 3})
-    gain = job.Cell("mpp", 2, {"value": 0.5, "spread": 0.01, "seeds": 3, "wanted_seeds": 3}, "top1_gain")
+    whole = Cell("mpp", 2, {"value": 0.5, "spread": None, "seeds": 1, "wanted_seeds": 1})
+    half = Cell("mpp", 2, {"value": 0.5, "spread": 0.01, "seeds": 2, "wanted_seeds": 3})
+    gain = Cell("mpp", 2, {"value": 0.5, "spread": 0.01, "seeds": 3, "wanted_seeds": 3}, "top1_gain")
     assert (whole.text, half.text, gain.text) == ("50.0", "50.0 ±1.0 (2 of 3)", "+50.0 ±1.0")
 
 
@@ -197,7 +199,7 @@ def test_a_budget_that_the_data_does_not_have_is_refused_at_the_start(run, tmp_p
 def test_what_another_process_is_at_is_left_to_it_and_waited_for(run, tmp_path, monkeypatch, capsys):
     asked = config(run, tmp_path / "out", "--learning_rates=[]", "--budgets=[2]", "--seeds=1", "--total_compute=false")
     busy, order, waits = {"mpp_2_seed0": 2, "scratch_2_seed0": 0}, [], []
-    take = job.hold
+    take = shared_work.hold
 
     def hold(path, patience=20.0):
         if busy.get(path.name, 0):
@@ -210,8 +212,8 @@ def test_what_another_process_is_at_is_left_to_it_and_waited_for(run, tmp_path, 
         waits.append(seconds)
         busy["mpp_2_seed0"] -= 1
 
-    monkeypatch.setattr(job, "hold", hold)
-    monkeypatch.setattr(job.time, "sleep", sleep)
+    monkeypatch.setattr(shared_work, "hold", hold)
+    monkeypatch.setattr(shared_work.time, "sleep", sleep)
     assert job.begin(str(run), asked).go() == 0
     assert order == ["scratch_2_seed0", "mpp_2_seed0"] and len(waits) == 2
     told = capsys.readouterr().out
@@ -226,8 +228,8 @@ def test_a_signal_while_waiting_for_others_ends_it(run, tmp_path, monkeypatch):
         if path.name.endswith("seed0"):
             raise FolderInUse(str(path))
 
-    monkeypatch.setattr(job, "hold", hold)
-    monkeypatch.setattr(job.time, "sleep", lambda seconds: setattr(ladder.stop, "requested", True))
+    monkeypatch.setattr(shared_work, "hold", hold)
+    monkeypatch.setattr(shared_work.time, "sleep", lambda seconds: setattr(ladder.work.stop, "requested", True))
     assert ladder.go() == 75
 
 
@@ -244,3 +246,132 @@ def test_a_signal_in_the_last_save_of_a_run_stops_the_ladder(run, tmp_path, monk
     monkeypatch.setattr(Classifying, "_save", signalled)
     assert job.begin(str(run), asked).go() == 75
     assert len(list((tmp_path / "out" / "runs").iterdir())) == 1
+
+
+def test_a_signal_between_two_runs_stops_the_ladder(run, tmp_path, monkeypatch):
+    asked = config(run, tmp_path / "out", "--learning_rates=[]", "--budgets=[2]", "--total_compute=false")
+    ladder = job.begin(str(run), asked)
+    write = ladder._write
+
+    def signalled():
+        ladder.work.stop.requested = True
+        return write()
+
+    monkeypatch.setattr(ladder, "_write", signalled)
+    assert ladder.go() == 75
+    assert len(list((tmp_path / "out" / "runs").iterdir())) == 1
+
+
+def test_a_signal_stays_where_the_next_job_brings_its_own(monkeypatch):
+    from mpp.runtime import StopSignal
+
+    work, first, second = shared_work.SharedWork(), StopSignal(), StopSignal()
+    work.heed(first)
+    first.requested = True
+    work.heed(second)
+    assert second.requested and work.is_stopped
+
+
+def test_a_learning_rate_that_diverges_is_out_and_the_others_go_on(run, tmp_path, capsys):
+    words = ("--learning_rates=[1.0e-3, 1.0e+12]", "--budgets=[2]", "--seeds=1", "--finetune.optim.clip=null")
+    asked = config(run, tmp_path / "out", *words, "--total_compute=false")
+    assert job.begin(str(run), asked).go() == 0
+    told = capsys.readouterr().out
+    assert "learning rate 1e+12 diverged" in told
+    record = json.loads((tmp_path / "out" / "sweep_mpp.json").read_text())
+    assert record["chosen"] == 1e-3 and record["validation_accuracy"]["1000000000000.0"] is None
+    assert job.begin(str(run), asked).go() == 0  # and is not tried again
+    assert "diverged" not in capsys.readouterr().out
+
+
+def test_rows_of_another_recipe_are_told_at_the_start(run, tmp_path):
+    words = ("--learning_rates=[]", "--budgets=[2]", "--seeds=1", "--total_compute=false")
+    assert job.begin(str(run), config(run, tmp_path / "out", *words)).go() == 0
+    with pytest.raises(ValueError, match="rows of another recipe .*steps: 6 -> 7"):
+        job.begin(str(run), config(run, tmp_path / "out", *words, "--finetune.train.steps=7"))
+
+
+def test_other_budgets_join_the_table_with_steps_of_their_own(run, tmp_path):
+    words = ("--learning_rates=[]", "--seeds=1", "--total_compute=false", "--frozen=[]")
+    assert job.begin(str(run), config(run, tmp_path / "out", *words, "--budgets=[2]")).go() == 0
+    more = config(run, tmp_path / "out", *words, "--budgets=[all, 4]", "--steps=[8, 7]")
+    assert job.begin(str(run), more).go() == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "ladder.jsonl").read_text().splitlines()]
+    steps = {row["budget"]: row["steps"] for row in rows if row["method"] == "fine-tuned from MPP"}
+    assert list(steps.items()) == [(2, 6), (4, 7), ("all", 8)]
+    assert {row["budget"] for row in rows if row["method"].startswith("few-shot")} == {2, 4, "all"}
+    assert load_steps(tmp_path / "out" / "runs" / "scratch_4_seed0") == 7
+
+
+def test_a_moved_ladder_goes_on(run, tmp_path, capsys):
+    words = ("--learning_rates=[]", "--budgets=[2]", "--seeds=1", "--total_compute=false")
+    words += ("--finetune.train.checkpoint_every=3",)
+    assert job.begin(str(run), config(run, tmp_path / "out", *words)).go() == 0
+    (tmp_path / "out").rename(tmp_path / "moved")
+    row = tmp_path / "moved" / "runs" / "mpp_2_seed0"
+    shutil.rmtree(row / "checkpoints" / "00000006")
+    capsys.readouterr()
+    assert job.begin(str(run), config(run, tmp_path / "moved", *words)).go() == 0
+    told = capsys.readouterr().out
+    assert "[1 of 2] fine-tuned from MPP" in told and "frozen features" not in told and "step 6/6" in told
+    assert str(tmp_path / "moved") in (row / "recipe.yaml").read_text()
+
+
+def test_other_data_are_told(run, tmp_path):
+    ladder = job.begin(str(run), config(run, tmp_path / "out"))
+    ladder._pin()
+    ladder.prints["data"] = "others"
+    with pytest.raises(ValueError, match="begun with other data"):
+        ladder._pin()
+
+
+def test_more_blocks_frozen_than_there_are_is_told(run, tmp_path):
+    with pytest.raises(ValueError, match="3 of a backbone with 2 blocks"):
+        job.begin(str(run), config(run, tmp_path / "out", "--finetune.frozen_blocks=3"))
+
+
+def test_what_a_row_would_refuse_is_told_at_the_start(run, tmp_path):
+    with pytest.raises(ValueError, match="choose_on"):
+        job.begin(str(run), config(run, tmp_path / "out", "--budgets=[1]"))
+    with pytest.raises(ValueError, match="mix"):
+        words = ("--finetune.mix.mixup=0.5", "--finetune.train.micro_batch_size=1")
+        job.begin(str(run), config(run, tmp_path / "out", *words))
+    with pytest.raises(RecipeError, match="extend"):
+        config(run, tmp_path / "out", "--finetune.train.extend.steps=4")
+
+
+def test_a_frozen_score_without_an_answer_costs_no_fine_tuning(run, tmp_path, monkeypatch, capsys):
+    from mpp.evaluation.knn import KNN
+
+    def none(self, features):
+        raise ValueError("no neighbours")
+        yield
+
+    monkeypatch.setattr(KNN, "__call__", none)
+    words = ("--learning_rates=[]", "--budgets=[2]", "--seeds=1", "--total_compute=false")
+    assert job.begin(str(run), config(run, tmp_path / "out", *words)).go() == 0
+    told = capsys.readouterr().out
+    assert "knn gave no score" in told and "fine-tuned from MPP" in told
+
+
+def test_frozen_scores_of_several_settings_stand_side_by_side(run, tmp_path):
+    words = ("--learning_rates=[]", "--budgets=[2]", "--seeds=1", "--total_compute=false", "--frozen.0.k=[1, 3]")
+    assert job.begin(str(run), config(run, tmp_path / "out", *words)).go() == 0
+    text = (tmp_path / "out" / "ladder.txt").read_text()
+    assert "kNN (k 1), trained features" in text and "kNN (k 3), untrained features" in text
+
+
+def test_a_folder_that_another_process_holds_is_told(tmp_path):
+    import subprocess
+    import sys
+
+    code = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    command = [sys.executable, "-c", code, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        done = []
+        task = shared_work.Task(tmp_path, lambda: done.append(1) or 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_work.time, "sleep", lambda seconds: other.communicate(b"\n"))
+            assert shared_work.SharedWork().run([task]) == 0
+        assert done == [1] and other.poll() == 0

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from mpp.metrics import JsonLines, comparison, table
 
 
@@ -46,3 +48,18 @@ def test_a_measurement_that_is_made_up_for_twice_stands_there_once(tmp_path):
     assert [(found["step"], found["seconds"]) for found in file.read()] == [(4, 1.0), (8, 1.0)]
     JsonLines(tmp_path / "other.jsonl", active=False).write_new([row])
     assert not (tmp_path / "other.jsonl").exists()
+
+
+def test_a_line_that_a_killed_process_had_begun_is_not_read_and_the_next_one_takes_its_place(tmp_path):
+    file = JsonLines(tmp_path / "results.jsonl")
+    for text in (b'{"step": 1}\n{"st', b'{"step": 1}\n{"step": 2}\n'.rstrip() + b" 3", b'{"step": 1}\n\xc3'):
+        file.path.write_bytes(text)
+        assert file.read() == [{"step": 1}]
+        file.write({"step": 4})
+        assert file.path.read_bytes() == b'{"step": 1}\n{"step": 4}\n'
+    file.path.write_bytes(b'{"step": 1}')  # whole but for its end
+    file.write({"step": 2})
+    assert file.read() == [{"step": 1}, {"step": 2}]
+    file.path.write_bytes(b'{"st\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"results.jsonl, line 1"):
+        file.read()

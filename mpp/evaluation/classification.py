@@ -115,9 +115,9 @@ class Classification:
 
 
 def check_scores(logits: Tensor) -> None:
-    """ValueError where a score is NaN: it is neither higher nor lower than another."""
+    """FloatingPointError where a score is NaN: it is neither higher nor lower than another."""
     if bad := int(logits.isnan().any(1).sum()):
-        raise ValueError(
+        raise FloatingPointError(
             f"classification: {bad:,} of {len(logits):,} images have a score that is not a number; "
             "the model has diverged, or overflows in this precision"
         )

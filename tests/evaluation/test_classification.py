@@ -84,7 +84,7 @@ def test_a_label_of_no_class_is_refused(label):
 def test_scores_that_are_no_numbers_are_refused():
     logits, _ = scores()
     logits[[3, 5], 2] = torch.nan
-    with pytest.raises(ValueError, match="2 of 300 images"):
+    with pytest.raises(FloatingPointError, match="2 of 300 images"):
         check_scores(logits)
 
 

@@ -1,0 +1,153 @@
+"""The ladder's rows: the ways to begin a fine-tuning, and the recipe of each fine-tuned run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mpp.checkpoint import Checkpoint, is_valid, places, step_of
+from mpp.classify_recipe import SCRATCH, ClassifyConfig
+from mpp.data.budget import All, PerClass
+from mpp.ladder_recipe import Budget, LadderConfig
+from mpp.metrics import JsonLines
+from mpp.patches import pair
+from mpp.pretrain_recipe import PretrainConfig
+
+MPP, LONGER, SUPERVISED = "mpp", "scratch, total compute", "supervised"
+TITLES = {
+    MPP: "fine-tuned from MPP",
+    SCRATCH: "trained from scratch",
+    LONGER: "trained from scratch, total compute",
+    SUPERVISED: "fine-tuned from supervised",
+}
+DIVERGED = "diverged.txt"  # in the folder of a sweep's run: what went wrong
+
+
+@dataclass(frozen=True)
+class Start:
+    """One way to begin a fine-tuning: its name, its weights, steps more than the recipe's."""
+
+    name: str
+    init: str
+    more_steps: int = 0
+
+    @property
+    def title(self) -> str:
+        """Its name in the table."""
+        return TITLES[self.name]
+
+
+class Rows:
+    """What is fine-tuned, from which weights, for how long, and where; reads no image and trains nothing."""
+
+    def __init__(self, recipe: PretrainConfig, config: LadderConfig, out: Path, checkpoint: Checkpoint):
+        self.recipe, self.config, self.out, self.checkpoint = recipe, config, out, checkpoint
+        self.weights = out / "weights"
+        self.data = config.data or recipe.data
+        self.backbone = replace(recipe.backbone, **self._backbone_fields())
+        self.starts = list(self._starts())
+
+    def _backbone_fields(self) -> dict[str, Any]:
+        """What the fine-tuning's backbone has of its own. ValueError for a kind of backbone without such a field."""
+        config, found = self.config, {}
+        for name in ("image_size", "drop_path", "dropout"):
+            if (value := getattr(config, name)) is not None:
+                if not hasattr(self.recipe.backbone, name):
+                    raise ValueError(f"{name}: a backbone of kind {self.recipe.backbone.kind} has none; leave it out")
+                found[name] = value
+        return found
+
+    def _starts(self) -> Iterator[Start]:
+        yield Start(MPP, str(self.weights))
+        yield Start(SCRATCH, SCRATCH)
+        if self.config.total_compute:
+            yield Start(LONGER, SCRATCH, self._pretraining_steps())
+        if self.config.supervised:
+            yield Start(SUPERVISED, self.config.supervised)
+
+    def _pretraining_steps(self) -> int:
+        """Fine-tuning steps that cost what pretraining did: images seen, by tokens per image."""
+        seen = self.checkpoint.step * self.recipe.train.batch_size
+        before = self.checkpoint.document("config.json")["pretrained_cfg"]["input_size"][-2:]
+        now = before if self.backbone.image_size is None else pair(self.backbone.image_size)
+        share = before[0] * before[1] / (now[0] * now[1])
+        return round(seen * share / self.config.finetune.train.batch_size)
+
+    def steps(self, start: Start, budget: Budget) -> int:
+        """Fine-tuning steps of a row."""
+        return self.config.steps_of(budget) + start.more_steps
+
+    def row(self, start: Start, budget: Budget, seed: int, rate: float) -> ClassifyConfig:
+        """The recipe of one entry of the table."""
+        return self._made(start, budget, seed, rate, self.folder(start, budget, seed), 0.0)
+
+    def folder(self, start: Start, budget: Budget, seed: int) -> Path:
+        """Where the run of an entry lies."""
+        return self.out / "runs" / f"{slug(start.name)}_{budget}_seed{seed}"
+
+    def trial(self, start: Start, rate: float) -> ClassifyConfig:
+        """The recipe of one learning rate of the sweep: judged on a part of the first budget's labels."""
+        budget = self.config.budgets[0]
+        out = self.out / "runs" / f"{slug(start.name)}_{budget}_seed0_choose_lr{rate:g}"
+        return self._made(start, budget, 0, rate, out, self.config.choose_on)
+
+    def rates(self, start: Start) -> tuple[float, ...]:
+        """Learning rates that are tried; none for more steps from scratch, which take the rate of scratch."""
+        return () if start.more_steps else tuple(sorted(self.config.learning_rates))
+
+    def _made(
+        self, start: Start, budget: Budget, seed: int, rate: float, out: Path, validation: float
+    ) -> ClassifyConfig:
+        base, labels = self.config.finetune, labels_of(budget, seed)
+        return replace(
+            base,
+            out=out,
+            init=start.init,
+            data=self.data,
+            labels=replace(labels, validation=validation) if validation else labels,
+            backbone=self.backbone,
+            optim=replace(base.optim, lr=rate),
+            train=replace(base.train, seed=seed, steps=self.steps(start, budget)),
+        )
+
+
+def is_done(asked: ClassifyConfig) -> bool:
+    """Whether a run has nothing left: its last checkpoint stands, and its accuracy."""
+    run, steps = asked.out, asked.train.steps
+    assert run is not None and steps is not None
+    if not asked.labels.validation:
+        measured = tested(run) is not None
+    elif (run / DIVERGED).exists():
+        return True
+    else:
+        measured = judged(run) is not None
+    saved = (place for place in places(run) if step_of(place) >= steps)
+    return measured and any(is_valid(place, sizes_only=True) for place in saved)
+
+
+def tested(run: Path) -> float | None:
+    """Test accuracy of a finished classification run, None before."""
+    found = [
+        row["value"]
+        for row in JsonLines(run / "results.jsonl").read()  # evaluate adds rows of its own kinds to the same file
+        if row["evaluation"] == "classification" and row["metric"] == "top1"
+    ]
+    return found[-1] if found else None
+
+
+def judged(run: Path | None) -> float | None:
+    """The last validation accuracy of a sweep's run; None before, and where it diverged."""
+    assert run is not None
+    if (run / DIVERGED).exists():
+        return None
+    name = "validation_accuracy"
+    found = [row[name] for row in JsonLines(run / "metrics.jsonl").read() if row.get(name) is not None]
+    return found[-1] if found else None
+
+
+def labels_of(budget: Budget, seed: int) -> All | PerClass:
+    return All(seed=seed) if budget == "all" else PerClass(count=budget, seed=seed)
+
+
+def slug(name: str) -> str:
+    return name.replace(",", "").replace(" ", "_")
