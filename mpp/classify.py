@@ -16,7 +16,7 @@ from mpp.classify_recipe import FREE, SCRATCH, ClassifyConfig
 from mpp.data.budget import check_classes
 from mpp.data.loader import FixedViews, TrainingViews
 from mpp.data.order import Order
-from mpp.data.sources import Subset, open_splits, require_labels
+from mpp.data.sources import Subset, open_splits, require_labels, require_test_images
 from mpp.evaluation.features import name_of
 from mpp.evaluation.imagenet_real import Labels, check_imagenet_classes, numbered, read_real, real_score
 from mpp.evaluation.scoring import Scored, score
@@ -26,11 +26,12 @@ from mpp.inspection import confusion
 from mpp.job import Job
 from mpp.metrics import commit
 from mpp.optim import LearningRate
-from mpp.predictions import open_unlabelled, write_predictions
+from mpp.predictions import open_unlabelled, told_unreadable, write_predictions
 from mpp.runtime import Runtime, start
 from mpp.tasks import Classification
 from mpp.trainer import Event
 from mpp.weights import load_into, load_strictly, objective_tensors
+from mpp.words import plural
 
 TOLD = ("top1", "top5", "mean_class_accuracy", "real_top1")
 OWN = ("classification", "imagenet_real")  # evaluations of this job: others may stand in the same file
@@ -80,6 +81,7 @@ class Classifying(Job):
         with runtime.accelerator.main_process_first():  # downloads and caches are made once
             splits = open_splits(config.data)
         require_labels(splits, "classification")
+        require_test_images(splits)
         if config.mix and self.share.micro_batch_size < 2:
             raise ValueError("mix: takes a second image from the micro-batch, and it has one; try a larger batch")
         self.train, self.validation = config.labels.split(splits.train)
@@ -207,7 +209,8 @@ class Classifying(Job):
         self._write_rows(step, rows)
         if self.runtime.is_main and not counts.is_large:
             path = self.files.path / "pictures" / "confusion.png"
-            confusion.draw(counts.confusion.numpy(), self.classes, path, f"{dataset}, step {setting['kept_step']:,}")
+            title = f"{self.files.path}: {dataset}, test; {len(self.train):,} labels, step {setting['kept_step']:,}"
+            confusion.draw(counts.confusion.numpy(), self.classes, path, title)
 
     def _setting(self, step: int) -> dict[str, Any]:
         """What identifies the rows of a test."""
@@ -254,9 +257,11 @@ class Classifying(Job):
         path = self.config.predictions or self.files.path / "predictions.csv"
         if self.runtime.is_main:
             write_predictions(path, self.unlabelled, scored, self.classes)
-        bad = len(scored.good) - int(scored.good.sum())
-        told = f", {bad:,} of them unreadable" if bad else ""
-        self.runtime.log(f"{len(scored.good):,} images of {self.config.predict} classified{told}: {path}")
+        unreadable = self.runtime.gather_objects(scored.skipped)
+        for line in told_unreadable(unreadable):
+            self.runtime.log(line)
+        good = len(scored.good) - len(unreadable)
+        self.runtime.log(f"{plural(good, 'image')} of {self.config.predict} classified: {path}")
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -292,8 +297,11 @@ class Classifying(Job):
         if self.best.weights:
             tensors[BEST] = self.best.weights
         return tensors, {
-            "config.json": timm_config(self.backbone, self.classes if whole is not None else None, config.pool),
+            "config.json": timm_config(
+                self.backbone, self.classes if whole is not None else None, config.pool, config.view
+            ),
             "objective.json": {"classes": list(self.classes), "pool": config.pool, "init": config.init}
+            | {"range": config.data.range}
             | {name: asdict(getattr(config, name)) for name in ("head", "loss", "view")},
             STOPPING: {"accuracy": self.best.accuracy, "step": self.best.step, "without": self.best.without},
         }

@@ -24,7 +24,7 @@ def run(name: str, read: Callable[[list[str]], Any]) -> int:
         code = job.go()
         part()
         return code
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, OSError) as error:  # OSError: a full disk, a folder that went away
         return told(name, error, EXIT_FAILED)
 
 
@@ -83,6 +83,8 @@ def predict_command(doc: str) -> int:
     def read(argv: list[str]) -> Any:
         from mpp.predict import PredictConfig, begin
 
+        if len(argv) > 1 and Path(argv[1]).is_dir():
+            raise ValueError(f"{argv[1]} is a folder; new images are named by --images {argv[1]}")
         return begin(*named(PredictConfig, argv, doc, "fine-tuned run, or one of its checkpoints"))
 
     return run("predict", read)
@@ -112,6 +114,7 @@ def named(kind: type, argv: list[str], doc: str, what: str) -> tuple[str, Any]:
     """The first word of a command line, and the recipe that the rest names."""
     from mpp.config import load_recipe
 
-    if not {"-h", "--help"} & set(argv) and (not argv or argv[0].startswith("-")):
+    helps = {"-h", "--help"}
+    if not helps & set(argv) and (not argv or argv[0].startswith("-")):
         raise ValueError(f"the first word names the {what}; got {argv[0] if argv else 'nothing'}")
-    return argv[0] if argv else "", load_recipe(kind, argv[1:] if argv[:1] != ["--help"] else argv, doc)
+    return argv[0] if argv else "", load_recipe(kind, argv if argv[0] in helps else argv[1:], doc, announce=False)

@@ -18,11 +18,12 @@ T = TypeVar("T")
 NAME = re.compile(r"[^\s.]+(\.[^\s.]+)*")
 
 
-def load_recipe(kind: type[T], argv: list[str], doc: str = "", default: Path | None = None) -> T:
+def load_recipe(kind: type[T], argv: list[str], doc: str = "", default: Path | None = None, announce: bool = True) -> T:
     """`["recipes/x.yaml", "--train.steps", "100"]` as a checked `kind`.
 
-    With no recipe named, `default` is read and this is said on stdout; without a default the recipe
-    is the dataclass's own values. `--help` prints `help_text` with the values that would run, and exits.
+    With no recipe named, `default` is read and, with `announce`, this is said on stdout; without a default
+    the recipe is the dataclass's own values. `--help` prints `help_text` with the values that would run, and
+    exits.
     Raises RecipeError with every fault there is: path, value, what is allowed, nearest name, place.
     """
     if asked := {"-h", "--help"} & set(argv):
@@ -31,7 +32,7 @@ def load_recipe(kind: type[T], argv: list[str], doc: str = "", default: Path | N
     notes = Notes()
     files, overrides = command_line(argv, notes)
     path = files[0] if files else default
-    if not files and os.environ.get("RANK", "0") == "0":
+    if announce and not files and os.environ.get("RANK", "0") == "0":
         print(f"No recipe named: using {path or 'the defaults'}")
     try:
         trees = layers(path, notes) if path else []

@@ -24,6 +24,17 @@ def make_folder(path: Path) -> None:
         sync_folder(path.parent)
 
 
+def check_can_write(folder: Path, option: str) -> None:
+    """ValueError where no file can be made in a folder, which need not be there yet; looks only. option: its name."""
+    above = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if not above.is_dir():
+        raise ValueError(f"{option}: {folder} cannot be a folder: {above} is a file; name another with --{option}")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{option}: {folder} cannot be written: no permission in {above}; name another with --{option}"
+        )
+
+
 def write_file(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file and wait until it is on the disk; OSError where the disk refuses."""
     with open(path, "wb") as file:

@@ -13,6 +13,7 @@ from mpp.classify_recipe import ClassifyConfig
 from mpp.config import RecipeError, load_recipe
 from mpp.data.skipped import SkipList
 from mpp.data.sources import Source, open_splits
+from mpp.durable import check_can_write
 from mpp.evaluation.classifier import StoredClassifier
 from mpp.evaluation.features import Features, check
 from mpp.evaluation.kinds import AnyEvaluation
@@ -68,6 +69,7 @@ class Evaluating:
                 "data: needed, as these weights bring no recipe; name labelled images: "
                 "--data.kind class_folders --data.path DIR"
             )
+        check_can_write(self.out, "out")
         self.data: Any = data
         channels = {source.channels for source in self._sources()}
         if len(channels) > 1:
@@ -109,9 +111,11 @@ class Evaluating:
         if self.config.baseline == "random":
             backbones = {"untrained": self._untrained(), **backbones}
         rows, failed = [], 0
+        left = len(backbones) * len(self.config.evaluations)
         for which, backbone in backbones.items():
             features = self._features(which, backbone)
             for evaluation in self.config.evaluations:
+                left -= 1
                 try:
                     found = list(self._rows(which, evaluation, features))
                 except (ValueError, FloatingPointError) as error:  # the others are not lost over it
@@ -120,13 +124,12 @@ class Evaluating:
                     continue
                 finally:
                     self._note(features)
-                for row in found:
-                    file.write(row)
+                file.write_new(found)
                 rows += found
-                if self.runtime.stop.agreed():
-                    say(f"stopped; {len(rows)} rows were added to {file.path}, and the same command measures all again")
+                if self.runtime.stop.agreed() and left:
+                    say(f"stopped; what was measured is in {file.path}, and the same command measures all again")
                     return EXIT_STOPPED
-        say(f"\n{comparison(rows)}\n\n{len(rows)} rows added to {file.path}")
+        say(f"\n{comparison(rows)}\n\n{len(rows)} rows in {file.path}")
         return EXIT_FAILED if failed else 0
 
     def _sources(self) -> list[Any]:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from mpp.backbones import Backbone, Pool
+from mpp.data.views import View
 
+WHOLE = View(crop=1.0)  # pretraining's features are of whole pictures
 SPELLINGS: dict[Pool, tuple[dict[str, Any], ...]] = {
     "mean": (
         {"global_pool": "avg", "fc_norm": False},
@@ -20,12 +22,14 @@ SPELLINGS: dict[Pool, tuple[dict[str, Any], ...]] = {
 }
 
 
-def timm_config(backbone: Backbone, classes: tuple[str, ...] | None = None, pool: Pool = "mean") -> dict[str, Any]:
+def timm_config(
+    backbone: Backbone, classes: tuple[str, ...] | None = None, pool: Pool = "mean", view: View = WHOLE
+) -> dict[str, Any]:
     """config.json of a timm folder, in our words.
 
     What timm derives by itself would inherit the base model's licence, tag and pixel statistics. Without classes it
     describes the backbone, features pooled over the patches after the final norm: the class token is untrained in
-    masked patch prediction. With classes, it describes the classifier of `classifier_tensors`.
+    masked patch prediction. With classes, it describes the classifier of `classifier_tensors`, tested on `view`.
     """
     spelling = pooling_arguments(backbone) if classes is None else classifier_arguments(backbone, pool)
     assert spelling is not None, "the caller asks classifier_tensors first"
@@ -40,9 +44,9 @@ def timm_config(backbone: Backbone, classes: tuple[str, ...] | None = None, pool
             "custom_load": False,
             "input_size": [backbone.channels, *backbone.image_size],
             "fixed_input_size": True,
-            "interpolation": "bicubic",
-            "crop_pct": 1.0,
-            "crop_mode": "center",
+            "interpolation": view.interpolation,
+            "crop_pct": view.crop if view.kind == "center_crop" else 1.0,
+            "crop_mode": "center" if view.kind == "center_crop" else "squash",
             "mean": [round(value, 6) for value in backbone.mean.tolist()],
             "std": [round(value, 6) for value in backbone.std.tolist()],
             "num_classes": len(classes or ()),

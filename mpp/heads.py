@@ -68,6 +68,8 @@ class Classifier:
     """of the images it was tested on"""
     sigmoid: bool = False
     """whether its classes were trained one by one"""
+    range: tuple[float, float] | None = None
+    """black and white in the 16-bit and float images it was trained on"""
 
 
 def _last(width: int, classes: int, std: float | None, bias: float) -> nn.Linear:

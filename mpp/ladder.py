@@ -15,11 +15,10 @@ from mpp import classify, evaluate, ladder_table
 from mpp.backbones import build_backbone
 from mpp.classify_recipe import FREE, SCRATCH, ClassifyConfig
 from mpp.config import differences, dump_recipe, load_recipe
-from mpp.data.sources import open_splits, require_labels
-from mpp.durable import make_folder, replace_file
+from mpp.data.sources import open_splits, require_labels, require_test_images
+from mpp.durable import check_can_write, make_folder, replace_file
 from mpp.evaluate import EvaluateConfig, recipe_of, run_of
 from mpp.evaluation.features import name_of
-from mpp.evaluation.fewshot import FewShot
 from mpp.evaluation.scores import at_edge, summary
 from mpp.exit_codes import EXIT_FAILED, EXIT_STOPPED
 from mpp.job import share_of
@@ -52,9 +51,11 @@ class Ladder:
         self.run, self.config = run, config
         self.checkpoint = checkpoint_at(Path(weights))
         self.out = config.out or Path("runs") / f"ladder_{run.name}"
+        check_can_write(self.out, "out")
         self.rows = Rows(recipe, config, self.out, self.checkpoint)
         splits = open_splits(self.rows.data)
         require_labels(splits, "a ladder")
+        require_test_images(splits)
         self.train, self.heldout = splits.train, splits.heldout
         for budget in config.budgets:  # too few images of a class are told now
             try:
@@ -154,7 +155,7 @@ class Ladder:
     def _frozen_task(self) -> Task:
         """Few-shot at every budget, and the other frozen scores, trained beside untrained; once."""
         folder = self.out / "frozen"
-        evaluations = (FewShot(shots=tuple(self.known), seeds=self.config.seeds), *self.config.frozen)
+        evaluations = self.config.evaluations(tuple(self.known))
         threads, data = self.config.finetune.train.threads, self.rows.data
         asked = EvaluateConfig(out=folder, data=data, baseline="random", evaluations=evaluations, threads=threads)
         done, text = folder / "done.yaml", dump_recipe(replace(asked, out=None))  # a ladder can be moved

@@ -1,15 +1,16 @@
 """The recipe of the ladder: what is compared, at which budgets, and what every fine-tuning of it has in common."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt, MinLen
 
 from mpp.architectures import ImageSize
 from mpp.classify_recipe import ClassifyConfig
 from mpp.data.sources import Source
+from mpp.evaluation.fewshot import FewShot
 from mpp.evaluation.kinds import Evaluation
 from mpp.evaluation.knn import KNN
 from mpp.evaluation.linear import LinearProbe
@@ -41,7 +42,7 @@ class LadderConfig:
     steps: tuple[Annotated[int, Gt(0)], ...] = ()
     """fine-tuning steps at each budget, one for each; none = finetune.train.steps at all"""
     frozen: tuple[Evaluation, ...] = field(default_factory=lambda: (KNN(k=(20,)), LinearProbe()))
-    """frozen-feature scores on all labels; few-shot at every budget comes by itself"""
+    """frozen-feature scores beside few-shot, which comes by itself; kNN and linear at every budget and on all labels"""
     finetune: ClassifyConfig = field(default_factory=ClassifyConfig)
     """the fine-tuning, the same for every start; data, labels, backbone, init, out and seed are the ladder's"""
     drop_path: Annotated[float, Ge(0), Lt(1)] | None = None
@@ -63,6 +64,9 @@ class LadderConfig:
         for name in ("out", "init", "data", "labels", "backbone", "early_stopping", "real", "predict", "predictions"):
             if getattr(self.finetune, name) != getattr(unset, name):
                 yield f"finetune.{name}", f"is the ladder's own in each of its runs; {OWN.get(name, 'leave it out')}"
+        for place, one in enumerate(self.frozen):
+            if isinstance(one, KNN | LinearProbe) and (one.shots, one.seeds) != (("all",), 1):
+                yield f"frozen.{place}.shots", "are the ladder's budgets, and seeds its seeds; leave both out"
         if self.finetune.train.extend:
             yield "finetune.train.extend", "would train some rows longer than the table says; set finetune.train.steps"
         if self.finetune.train.seed != unset.train.seed:
@@ -75,6 +79,18 @@ class LadderConfig:
             yield "budgets", "names one twice"
         if not 0 < self.choose_on < 1:
             yield "choose_on", f"{self.choose_on:g} is no share between 0 and 1"
+
+    def evaluations(self, budgets: Sequence[Budget]) -> tuple[Evaluation, ...]:
+        """The frozen-feature scores, at every budget and on all; a probe that chooses needs two images of a class."""
+        found: list[Any] = [FewShot(shots=tuple(budgets), seeds=self.seeds)]
+        for one in self.frozen:
+            if isinstance(one, KNN | LinearProbe):
+                is_choosing = isinstance(one, LinearProbe) and len(one.solver.sweep[1]) > 1
+                few = tuple(budget for budget in budgets if budget != "all" and (budget > 1 or not is_choosing))
+                found.append(replace(one, shots=(*few, "all"), seeds=self.seeds))
+            else:
+                found.append(one)
+        return tuple(found)
 
     def steps_of(self, budget: Budget) -> int:
         """Fine-tuning steps at a budget."""

@@ -35,8 +35,8 @@ class Cell:
 def frozen_cells(file: Path) -> Iterator[Cell]:
     """Frozen features, trained and untrained, as evaluate wrote them.
 
-    A method's name says whatever tells it from others of its kind: k, penalty, layer, data. Few-shot draws images of
-    its own, not those of the fine-tuning.
+    A method's name says whatever tells it from others of its kind: k, penalty, layer, data. Frozen scores draw images
+    of their own, not those of the fine-tuning.
     """
     rows = [row for row in JsonLines(file).read() if row["metric"] == "top1"]
     for row in rows:
@@ -46,7 +46,7 @@ def frozen_cells(file: Path) -> Iterator[Cell]:
             differ.append(f"on {row['dataset']}")
         kind = str(row["evaluation"])
         name = NAMES.get(kind, kind) + (f" ({', '.join(differ)})" if differ else "")
-        budget = row["setting"].get("shots", "all")  # kNN looks at every labelled image
+        budget = row["setting"].get("shots", "all")
         yield Cell(f"{name}, {row['backbone']} features", budget, row)
 
 

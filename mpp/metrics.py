@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 from mpp.durable import belongs
 
 Row = dict[str, Any]
+USUAL = {"pool": "mean", "layer": -1}  # of an evaluation's setting: not told in a table where nothing else is asked
 
 
 class JsonLines:
@@ -130,16 +132,32 @@ def comparison(results: Sequence[Row]) -> str:
     lines = []
     for name, pair in scores.items():
         before, after = pair.get("untrained"), pair.get("trained")
-        gain = f"{100 * (after['value'] - before['value']):+.1f}" if before and after else "-"
-        lines.append([name, _percent(before), _percent(after), gain])
+        lines.append([name, _percent(before), _percent(after), _gain(before, after)])
     return table(lines, ["top-1 accuracy, %", "untrained", "trained", "gain"])
 
 
 def _told(setting: Row, alike: Sequence[Row]) -> str:
-    """What tells this setting from the others: its first entry (shots, k), and whatever differs among them."""
+    """What tells this setting from the others: its first entry (shots, k), whatever differs among them, and what is
+    not as usual."""
     first = next(iter(setting))
-    differ = [key for key in setting if key == first or any(other.get(key) != setting[key] for other in alike)]
+    differ = [
+        key
+        for key in setting
+        if key == first
+        or any(other.get(key) != setting[key] for other in alike)
+        or (key in USUAL and setting[key] != USUAL[key])
+    ]
     return ", ".join(f"{key} {setting[key]}" for key in differ)
+
+
+def _gain(before: Row | None, after: Row | None) -> str:
+    """Points, and the spread of what each seed gained."""
+    if not before or not after:
+        return "-"
+    pairs = list(zip(before.get("values", ()), after.get("values", ()), strict=False))
+    alike = len(pairs) == before.get("seeds") == after.get("seeds") and len(pairs) > 1
+    spread = f" ±{100 * statistics.stdev(two - one for one, two in pairs):.1f}" if alike else ""
+    return f"{100 * (after['value'] - before['value']):+.1f}{spread}"
 
 
 def _percent(row: Row | None) -> str:

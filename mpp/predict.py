@@ -6,17 +6,21 @@ from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Gt
+from torch import Tensor
 
 from mpp.architectures import ImageSize
 from mpp.backbones import choose_attention
 from mpp.data.loader import FixedViews, Pictures
 from mpp.data.views import View
+from mpp.durable import check_can_write
 from mpp.evaluate import run_of
 from mpp.evaluation.scoring import score
+from mpp.exit_codes import EXIT_FAILED, EXIT_STOPPED
 from mpp.positions import Resampling
-from mpp.predictions import open_unlabelled, write_predictions
+from mpp.predictions import open_unlabelled, told_unreadable, write_predictions
 from mpp.runtime import Runtime, start
 from mpp.weights import load_backbone, stored_classifier
+from mpp.words import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class PredictConfig:
     view: View | None = None
     """views of the images; null = those that the run was tested with"""
     range: tuple[float, float] | None = None
-    """black and white in 16-bit and float images, as in the run's data.range"""
+    """black and white in 16-bit and float images; null = the run's data.range"""
     threads: Annotated[int, Gt(0)] | None = None
     """CPU threads per process; null = cores / processes"""
 
@@ -43,6 +47,10 @@ class PredictConfig:
             yield "images", "names no folder; try --images DIR"
         if self.range is not None and not self.range[0] < self.range[1]:
             yield "range", f"expected [black, white] with black < white, got {list(self.range)}"
+
+
+class Stopped(Exception):
+    """A signal came."""
 
 
 def begin(weights: str, config: PredictConfig) -> "Predicting":
@@ -63,24 +71,37 @@ class Predicting:
                 f"{weights} holds no classifier; name a run of tools/finetune.py or pretrain_supervised.py"
             )
         self.classifier = classifier
-        self.subset = open_unlabelled(config.images, self.backbone.channels, config.range)
+        self.range = config.range or classifier.range
+        self.subset = open_unlabelled(config.images, self.backbone.channels, self.range)
         run = run_of(weights)
         self.out = config.out or (Path() if run is None else run) / "predictions.csv"
+        check_can_write(self.out.parent, "out")
 
     def go(self) -> int:
-        """A CSV file with a row for each image; 0."""
+        """A CSV file with a row for each image; 0, or 1 where none could be read; 75 where a signal came before."""
         device, say = self.runtime.device, self.runtime.log
         choose_attention(self.backbone.to(device).eval(), device, "fp32")
         say(f"weights    {self.backbone.origin}")
         say(f"images     {self.subset.dataset.description}")
-        pictures = Pictures(self.subset, self.backbone.channels, self.config.range)
+        pictures = Pictures(self.subset, self.backbone.channels, self.range)
         views = FixedViews(pictures, self.backbone.image_size, self.config.view or self.classifier.view)
-        found = score(
-            self.classifier.logits, len(self.classifier.classes), views, self.runtime, self.classifier.sigmoid
-        )
+        classes, sigmoid = self.classifier.classes, self.classifier.sigmoid
+        try:
+            found = score(self._logits, len(classes), views, self.runtime, sigmoid)
+        except Stopped:
+            say(f"stopped; {self.out} was not written")
+            return EXIT_STOPPED
         if self.runtime.is_main:
-            write_predictions(self.out, self.subset, found, self.classifier.classes)
-        bad = len(found.good) - int(found.good.sum())
-        told = f", {bad:,} of them unreadable and without a class" if bad else ""
-        say(f"{len(found.good):,} images classified{told}: {self.out}")
-        return 0
+            write_predictions(self.out, self.subset, found, classes)
+        unreadable = self.runtime.gather_objects(found.skipped)
+        for line in told_unreadable(unreadable):
+            say(line)
+        good = len(found.good) - len(unreadable)
+        say(f"{plural(good, 'image')} classified: {self.out}")
+        return 0 if good else EXIT_FAILED
+
+    def _logits(self, images: Tensor) -> Tensor:
+        """The classifier's, until a signal comes; several processes go on, as none may leave the others waiting."""
+        if self.runtime.stop.requested and self.runtime.world == 1:
+            raise Stopped
+        return self.classifier.logits(images)

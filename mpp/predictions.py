@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from mpp.data.loader import Skipped
 from mpp.data.sources import Folder, Subset
 from mpp.durable import replace_file
 from mpp.evaluation.scoring import Scored
+from mpp.words import plural
 
 
 def open_unlabelled(folder: Path, channels: int, range: tuple[float, float] | None) -> Subset:
@@ -17,6 +19,16 @@ def open_unlabelled(folder: Path, channels: int, range: tuple[float, float] | No
     dataset = Folder(path=folder, channels=channels, range=range).open("train")
     assert dataset is not None
     return Subset(dataset, np.arange(len(dataset)))
+
+
+def told_unreadable(skipped: Sequence[Skipped], most: int = 10) -> Iterator[str]:
+    """The first of the pictures that could not be read, with reasons, as lines for a person."""
+    if skipped:
+        yield f"{plural(len(skipped), 'image')} could not be read and has no class:"
+    for one in sorted(skipped, key=lambda skip: skip.id)[:most]:
+        yield f"  {one.name}: {one.reason}"
+    if len(skipped) > most:
+        yield f"  and {len(skipped) - most:,} more: the rows without a class"
 
 
 def write_predictions(path: Path, subset: Subset, scored: Scored, classes: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpp import checkpoint
 from mpp.config import differences, dump_recipe, load_recipe
-from mpp.durable import cut_back, replace_file
+from mpp.durable import check_can_write, cut_back, replace_file
 from mpp.metrics import JsonLines, commit
 from mpp.optim import Extend
 
@@ -32,6 +32,14 @@ def _locked(descriptor: int) -> bool:
     except OSError:
         return True  # a file system without locks: nobody can be seen there
     return True
+
+
+def _has_ended(place: Path, steps: int) -> bool:
+    """Whether a checkpoint is of a run's end: of its last step, or where it was ended before."""
+    if not checkpoint.is_valid(place, sizes_only=True):
+        return False
+    found = checkpoint.Checkpoint(place)
+    return found.step >= steps or bool(found.document("state/trainer.json")["trainer"].get("ended"))
 
 
 class FolderInUse(ValueError):
@@ -139,9 +147,7 @@ class Run:
     def check(self) -> None:
         """ValueError where no run can lie or go on; looks only."""
         self._is_begun()
-        above = next(place for place in (self.path, *self.path.resolve().parents) if place.exists())
-        if not os.access(above, os.W_OK | os.X_OK):
-            raise ValueError(f"out: {self.path} cannot be written: no permission in {above}; name another with --out")
+        check_can_write(self.path, "out")
 
     def _has_trained(self) -> bool:
         """Whether a step was recorded: a run whose checkpoints are gone is not overwritten by another recipe."""
@@ -179,13 +185,11 @@ class Run:
                 f"train.extend: the run was extended by {extension(stored.train.extend)}; repeat that, with anything "
                 f"new added at its end"
             )
-        done = any(
-            checkpoint.step_of(place) >= facts["steps"] and checkpoint.is_valid(place, sizes_only=True)
-            for place in checkpoint.places(self.path)
-        )
+        done = any(_has_ended(place, facts["steps"]) for place in checkpoint.places(self.path))
         if split_sensitive and not done:  # of a finished run no batch is left to be split
             changes += [
-                f"{what}: {before[what]} -> {facts[what]} (with corruption.pool: batch or dropout this changes results)"
+                f"{what}: {before[what]} -> {facts[what]} (dropout, mixed images, or random patches from the batch "
+                f"depend on how a batch is split)"
                 for what in ("processes", "micro_batch_size")
                 if before[what] != facts[what]
             ]

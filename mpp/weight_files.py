@@ -1,5 +1,6 @@
 """What a spec names, read: tensors, and the description beside them where there is one. No pickle is ever run."""
 
+import difflib
 import json
 import pickle
 from collections.abc import Mapping
@@ -58,8 +59,18 @@ class Stored:
 def check_exists(spec: str) -> None:
     """ValueError where a spec names no file or folder and nothing of timm's."""
     if not spec.startswith("timm:") and not Path(spec).exists():
-        near = f"; did you mean timm:{spec}?" if timm.is_model(spec) else ""
+        near = _near(Path(spec)) or (f"timm:{spec}" if timm.is_model(spec) else "")
+        near = f"; did you mean {near}?" if near else ""
         raise ValueError(f"{spec}: no such file or folder; {GRAMMAR}{near}")
+
+
+def _near(path: Path) -> str:
+    """The most similar name beside a path that is not there; of several that are as similar, the first."""
+    try:
+        beside = sorted(entry.name for entry in path.parent.iterdir())
+    except OSError:
+        return ""
+    return "".join(str(path.parent / name) for name in difflib.get_close_matches(path.name, beside, 1))
 
 
 def read(spec: str) -> Stored:
@@ -90,13 +101,16 @@ def checkpoint_at(path: Path) -> Checkpoint:
     return found
 
 
-def read_hub(name: str) -> Stored:
-    """Pretrained weights of timm, at their own size and with their own head: timm loads those strictly."""
+def read_hub(name: str, pretrained: bool = True) -> Stored:
+    """Pretrained weights of timm, at their own size and with their own head: timm loads those strictly.
+
+    pretrained: False gives the same description with untrained weights, and needs no network.
+    """
     if not timm.is_model(name):
         near = timm.list_pretrained(f"*{name.split('.')[0].split('_')[0]}*")[:5]
         raise ValueError(f"timm:{name}: timm {timm.__version__} has no model {name!r}; some that it has: {near}")
     try:
-        model: Any = timm.create_model(name, pretrained=True)
+        model: Any = timm.create_model(name, pretrained=pretrained)
     except (OSError, RuntimeError, ImportError) as error:
         raise ValueError(
             f"timm:{name}: no weights came: {str(error).splitlines()[0]}\n  Without a network, fetch them elsewhere "

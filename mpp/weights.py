@@ -26,9 +26,10 @@ from mpp.export import timm_config as timm_config
 from mpp.heads import Classifier, Head
 from mpp.patches import Size, grid_of, pair
 from mpp.positions import BIAS_TABLE, Resampling, stated_grid, to_grid
-from mpp.weight_files import Stored, plain, read
+from mpp.weight_files import Stored, plain, read, read_hub
 from mpp.weight_files import checkpoint_at as checkpoint_at
 
+SHAPE = ("patch_size", "embed_dim", "depth", "num_heads")  # named alike in a recipe's backbone
 TOLERANCE = 1e-5  # of pixel statistics: config.json has six digits
 
 
@@ -64,11 +65,11 @@ def load_into(backbone: Backbone, spec: str, resampling: Resampling = "bilinear-
     The same specs as `load_backbone`, and bare files, of which only names and shapes can be compared. ValueError for
     another architecture, other channels or other pixel statistics: they would change what the weights see.
     """
+    if spec.startswith("timm:"):  # a download is not waited for in vain
+        _check_same(read_hub(spec.removeprefix("timm:"), pretrained=False), backbone)
     stored = read(spec)
     if stored.described:
-        _check_channels(stored, backbone.channels)
-        _check_pixels(stored, backbone)
-        _check_architecture(stored, backbone)
+        _check_same(stored, backbone)
     backbone.origin = _fill(backbone, stored, resampling)
     return backbone.origin
 
@@ -99,12 +100,12 @@ def _fill(backbone: Backbone, stored: Stored, how: Resampling) -> str:
     except ValueError as error:
         raise ValueError(f"{stored.where}: {error}") from None
     load_strictly(backbone.model, tensors, stored.where)
-    told = f"weights of {stored.where}"
+    told = stored.where
     if old != new:
         told += f"; patches {old[0]}x{old[1]} -> {new[0]}x{new[1]}, {' and '.join(done) or 'no positions to resample'}"
     elif not stored.described and any(_is_position(name) for name in tensors):
         told += f"; the file states no grid: taken as {new[0]}x{new[1]}"
-    return told + (f"; left behind: {_some(left)}" if left else "")
+    return told + (f"; without its classifier ({_some(left)})" if left else "")
 
 
 def _without_head(stored: Stored, backbone: Backbone) -> tuple[dict[str, Tensor], list[str]]:
@@ -157,6 +158,12 @@ def _check_resizable(backbone: Backbone, where: str) -> None:
         )
 
 
+def _check_same(stored: Stored, backbone: Backbone) -> None:
+    _check_channels(stored, backbone.channels)
+    _check_pixels(stored, backbone)
+    _check_architecture(stored, backbone)
+
+
 def _check_channels(stored: Stored, channels: int | None) -> None:
     if channels not in (None, stored.channels):
         raise ValueError(
@@ -178,15 +185,18 @@ def _check_pixels(stored: Stored, backbone: Backbone) -> None:
 def _check_architecture(stored: Stored, backbone: Backbone) -> None:
     """The same function of the same weights. Names may differ: `kind: vit, size: tiny` is vit_tiny_patch16_224."""
     ours = {key: plain(value) for key, value in backbone.arguments.items() if key not in ("img_size", "in_chans")}
-    name, differences = backbone.name.split(".")[0], []
+    name, differences, advice = backbone.name.split(".")[0], [], []
     if stored.architecture != name:
         differences.append(f"{stored.architecture} instead of {name}")
     for key in sorted(ours.keys() | stored.arguments.keys()):
         pair_of = stored.arguments.get(key, "its default"), ours.get(key, "its default")
-        differences += [f"{key} {pair_of[0]} instead of {pair_of[1]}"] if pair_of[0] != pair_of[1] else []
+        if pair_of[0] != pair_of[1]:
+            differences.append(f"{key} {pair_of[0]} instead of {pair_of[1]}")
+            advice += [f"--backbone.{key} {pair_of[0]}"] if key in SHAPE and key in stored.arguments else []
     if differences and not _same_function(stored, backbone):
         raise ValueError(
-            f"{stored.where} is of another architecture ({_some(differences)}); use its own, or weights of this one"
+            f"{stored.where} is of another architecture ({_some(differences)}); use its own"
+            f"{f' ({chr(32).join(advice)})' if advice else ''}, or weights of this one"
         )
 
 
@@ -284,7 +294,8 @@ def stored_classifier(spec: str, backbone: Backbone) -> Classifier | None:
         return head.to(images.device)(backbone.features(images, (pool,))[pool, -1])
 
     view = View(**stored["view"]) if "view" in stored else View()
-    return Classifier(classes, logits, view, stored.get("loss", {}).get("kind") == "sigmoid")
+    black_and_white = tuple(stored["range"]) if stored.get("range") else None
+    return Classifier(classes, logits, view, stored.get("loss", {}).get("kind") == "sigmoid", black_and_white)
 
 
 def head_of(tensors: dict[str, Tensor]) -> Head:

@@ -241,7 +241,7 @@ def test_a_frozen_backbone_trains_its_head_only(recipe):
     ("words", "message"),
     [
         (("--init=nowhere",), "nowhere"),
-        (("--init=RUN", "--backbone.embed_dim=64"), "64"),
+        (("--init=RUN", "--backbone.embed_dim=64"), r"\(--backbone.embed_dim 32\)"),
         (("--init=RUN", "--backbone.pixel_mean=0.4"), "pixel_mean"),
         (("--labels.kind=per_class", "--labels.count=21"), "21"),
         (("--labels.kind=vtab_1k",), "1,000"),

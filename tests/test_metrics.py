@@ -35,6 +35,14 @@ def test_the_newest_trained_score_stands_beside_the_untrained_one():
     ]
 
 
+def test_a_gain_has_the_spread_of_what_each_seed_gained():
+    pair = [row("untrained", 0, 0.3, shots=10), row("trained", 5, 0.45, shots=10)]
+    for one, values in zip(pair, ([0.2, 0.4], [0.3, 0.6]), strict=True):
+        one |= {"values": values, "seeds": 2, "spread": 0.1, "setting": {"shots": 10, "pool": "both", "layer": -1}}
+    assert comparison(pair).splitlines()[1].split("  ")[0] == "demo, fewshot, shots 10, pool both"
+    assert comparison(pair).split()[-2:] == ["+15.0", "±7.1"]
+
+
 def test_columns_line_up():
     lines = table([["a", "1.0"], ["bcd", "10.0"]], ["name", "value"]).splitlines()
     assert lines == ["name  value", "a       1.0", "bcd    10.0"]

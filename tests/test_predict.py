@@ -5,7 +5,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from mpp import classify, predict
 from mpp.classify_recipe import ClassifyConfig
@@ -51,7 +53,8 @@ def test_a_run_alone_predicts_what_it_predicted_with_its_data(folder, tmp_path, 
     assert {row["file"]: row["class"] for row in rows} == {
         "broken.png": "", "deep/a.png": "a", "deep/b.png": "b", "deep/c.png": "c",
     }  # fmt: skip
-    assert "4 images classified, 1 of them unreadable" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "3 images classified" in told and "1 image could not be read" in told and "  broken.png: " in told
 
 
 def test_a_checkpoint_writes_beside_its_run_and_another_view_is_another_score(folder):
@@ -75,3 +78,39 @@ def test_what_cannot_be_predicted_is_refused(folder, tmp_path):
         shutil.copy(newest / name, backbone / name)
     with pytest.raises(ValueError, match="holds no classifier; name a run"):
         predict.begin(str(backbone), asked(f"--images={folder / 'new'}"))
+
+
+def test_the_run_s_own_black_and_white_hold_for_new_images(tmp_path):
+    """16-bit images in a narrow range: with another one all of them would look alike."""
+    shades = {"dark": 1000, "mid": 1100, "light": 1200}
+    for split, count in (("train", 12), ("test", 4)):
+        for name, shade in shades.items():
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = np.full((32, 32), shade, dtype=np.uint16) + np.arange(i, i + 32, dtype=np.uint16) % 8
+                Image.fromarray(pixels).save(tmp_path / "data" / split / name / f"{i}.png")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    words = ["--data.kind=class_folders", f"--data.path={tmp_path / 'data'}", f"--out={tmp_path / 'run'}"]
+    words += ["--data.range=[900, 1300]", "--data.channels=1", "--loss.kind=softmax", "--train.steps=40"]
+    assert classify.classify(load_recipe(ClassifyConfig, [str(tmp_path / "recipe.yaml"), *words])) == 0
+    for words, right in (((), 12), (("--range=[0, 65535]",), 4)):
+        out = tmp_path / "p.csv"
+        job = predict.begin(
+            str(tmp_path / "run"), asked(f"--images={tmp_path / 'data' / 'test'}", f"--out={out}", *words)
+        )
+        assert job.go() == 0
+        rows = list(csv.DictReader(out.read_text().splitlines()))
+        assert sum(row["file"].split("/")[0] == row["class"] for row in rows) == right
+
+
+def test_a_signal_leaves_nothing_half_written_and_no_readable_image_is_a_failure(folder, tmp_path):
+    out = tmp_path / "classes.csv"
+    job = predict.begin(str(folder / "run"), asked(f"--images={folder / 'new'}", f"--out={out}"))
+    job.runtime.stop.requested = True
+    assert job.go() == 75 and not out.exists()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "x.png").write_bytes(b"no picture")
+    assert predict.begin(str(folder / "run"), asked(f"--images={tmp_path / 'bad'}", f"--out={out}")).go() == 1
+    assert out.read_text().splitlines()[1] == "x.png,,,,"
+    with pytest.raises(ValueError, match=r"out: .*classes.csv cannot be a folder"):
+        predict.begin(str(folder / "run"), asked(f"--images={folder / 'new'}", f"--out={out / 'deeper.csv'}"))

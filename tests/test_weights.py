@@ -299,7 +299,7 @@ def test_a_classifier_s_folder_is_a_working_classifier_in_plain_timm(tmp_path, f
     assert list(model.pretrained_cfg["label_names"]) == ["ant", "bee", "cat"] and model.num_classes == 3
     again = load_backbone(folder)
     assert equal(again.model.state_dict(), backbone.model.state_dict())
-    assert "left behind: head.bias, head.weight" in again.origin
+    assert "without its classifier (head.bias, head.weight)" in again.origin
 
 
 def test_a_mean_that_timm_takes_otherwise_has_no_classifier_folder():
@@ -325,7 +325,7 @@ def test_a_bare_file_of_every_format_fills_a_backbone_that_stands(tmp_path, name
     tensors = theirs.model.state_dict() | {"head.weight": torch.zeros(5, 32), "head.bias": torch.zeros(5)}
     said = load_into(ours, bare(tmp_path / name, tensors))
     assert equal(ours.model.state_dict(), theirs.model.state_dict())
-    assert "states no grid: taken as 4x4" in said and "left behind: head.bias, head.weight" in said
+    assert "states no grid: taken as 4x4" in said and "without its classifier (head.bias, head.weight)" in said
     with pytest.raises(ValueError, match="names no architecture"):
         load_backbone(str(tmp_path / name))
 
@@ -463,7 +463,7 @@ def test_attention_pooling_stands_behind_the_tokens_and_stays_behind(tmp_path):
     images = ours.normalize(pictures(ours))
     with torch.no_grad():
         assert torch.equal(ours.model.forward_features(images), model.forward_features(images))
-    assert "left behind: attn_pool." in ours.origin
+    assert "without its classifier (attn_pool." in ours.origin
     with pytest.raises(ValueError, match=r"unexpected: attn_pool\."):
         load_into(ours, f"{folder}/model.safetensors")
 
@@ -500,7 +500,10 @@ def test_timm_s_pretrained_weights_come_with_their_statistics_and_without_their_
     backbone = load_backbone("timm:test_vit.r160_in1k").eval()
     assert backbone.image_size == tuple(model.pretrained_cfg["input_size"][-2:])
     assert backbone.mean.tolist() == pytest.approx(model.pretrained_cfg["mean"])
-    assert "timm:test_vit.r160_in1k" in backbone.origin and "left behind: head.bias, head.weight" in backbone.origin
+    assert (
+        "timm:test_vit.r160_in1k" in backbone.origin
+        and "without its classifier (head.bias, head.weight)" in backbone.origin
+    )
     images = pictures(backbone)
     with torch.no_grad():
         expected = model.eval().forward_features(backbone.normalize(images))
@@ -519,3 +522,24 @@ def test_without_a_network_timm_s_names_say_what_to_do(tmp_path, monkeypatch):
         load_backbone("timm:vit_smal_patch16_224")
     with pytest.raises(ValueError, match="Invalid pretrained tag"):
         load_backbone("timm:test_vit.nonsense")
+
+
+def test_a_name_that_is_not_there_is_answered_with_the_nearest(tmp_path):
+    (tmp_path / "cifar10_small").mkdir()
+    with pytest.raises(ValueError, match=r"did you mean .*/cifar10_small\?"):
+        load_backbone(str(tmp_path / "cifar_small"))
+
+
+def test_another_architecture_is_told_before_anything_is_downloaded(monkeypatch):
+    from mpp import weight_files
+
+    made = weight_files.timm.create_model
+
+    def create(name, pretrained=False, **arguments):
+        assert not pretrained, "a download"
+        return made(name, pretrained=pretrained, **arguments)
+
+    monkeypatch.setattr(weight_files.timm, "create_model", create)
+    spec = ViT(size="tiny", patch_size=8, image_size=32, pixel_mean=0.5, pixel_std=0.5)
+    with pytest.raises(ValueError, match=r"another architecture"):
+        load_into(build_backbone(spec, 3, seed=0), "timm:vit_tiny_patch16_224.augreg_in21k")

@@ -6,7 +6,8 @@
     accelerate launch tools/evaluate.py ...                                                     on many devices
 
 The first word names the weights: a run, a checkpoint, a timm folder, or timm:NAME. Rows are added to results.jsonl in
-the run's folder. --help prints every field. Exit codes: 0 done, 2 a mistake in weights, recipe or data.
+the run's folder. --help prints every field. Exit codes: 0 done, 1 an evaluation gave no score, 2 a mistake in weights,
+recipe or data, 75 stopped by a signal.
 """
 
 import sys

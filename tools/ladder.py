@@ -5,8 +5,8 @@
     python tools/ladder.py --help                                              every field
 
 Every fine-tuning is a run of its own below `out`; the same command again goes on where it was stopped, and started
-several times at once (on a device each) it shares the work. Exit codes: 0
-done, 2 a mistake in run, recipe or data, 75 stopped by a signal.
+several times at once (on a device each) it shares the work. Exit codes: 0 done, 1 failed once it had begun (a row
+diverged, a full disk), 2 a mistake in run, recipe or data, 75 stopped by a signal.
 """
 
 import sys

@@ -13,8 +13,11 @@ from typing import Any, Literal
 import numpy as np
 
 from mpp.data.dataset import Names, SourceFields, Split, digest, listed, shown
+from mpp.words import plural
 
 TEST_FOLDERS = ("test", "validation", "valid", "val")
+BESIDE = "file beside the class folders"
+PLURALS = {BESIDE: "files beside the class folders"}
 MAX_BYTES = 2**30  # a larger file is no picture; reading it would take the memory of the machine
 
 
@@ -188,7 +191,7 @@ def class_folders(root: Path) -> tuple[list[bytes], Counter[str]]:
     """The sorted names of the folders in root, and what else lies there."""
     outside: Counter[str] = Counter()
     found = list(entries(os.fsencode(root), outside))
-    outside["file outside the class folders"] += sum(kind == "file" for kind, _ in found)
+    outside[BESIDE] += sum(kind == "file" for kind, _ in found)
     return sorted(name for kind, name in found if kind != "file"), outside
 
 
@@ -268,9 +271,5 @@ def attempt(read: Callable[[Any], Any], what: Any) -> Any:
 
 def notes(ignored: Counter[str]) -> str:
     """' (2 hidden files, 1 broken link ignored)', or nothing."""
-    parts = [plural(count, kind) for kind, count in sorted(ignored.items()) if count]
+    parts = [plural(count, kind, PLURALS.get(kind)) for kind, count in sorted(ignored.items()) if count]
     return f" ({', '.join(parts)} ignored)" if parts else ""
-
-
-def plural(count: int, one: str, many: str | None = None) -> str:
-    return f"{count:,} {one if count == 1 else many or one + 's'}"

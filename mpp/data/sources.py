@@ -11,6 +11,7 @@ from mpp.data.demo import Demo
 from mpp.data.folders import ClassFolders, Folder
 from mpp.data.huggingface import HuggingFace
 from mpp.data.torchvision_sets import Torchvision
+from mpp.words import plural
 
 __all__ = [
     "ClassFolders",
@@ -117,6 +118,17 @@ def require_labels(splits: Splits, purpose: str) -> None:
                 f"{purpose} needs at least two classes to tell apart, and train has {found}: {what}; try "
                 f"other data (pretraining, which needs no labels, takes this as it is)"
             )
+
+
+def require_test_images(splits: Splits) -> None:
+    """ValueError where images kept from train, for want of a test split, are too few to say anything: under one for
+    each class."""
+    kept, classes = len(splits.heldout), len(splits.train.classes or ())
+    if splits.heldout.dataset is splits.train.dataset and kept < classes:
+        raise ValueError(
+            f"data.heldout: the data has no test split, and {plural(kept, 'image')} kept from train cannot test "
+            f"{plural(classes, 'class', 'classes')}: {splits.train.dataset.description}; try --data.heldout 0.2"
+        )
 
 
 def _whole(dataset: Dataset) -> Subset:

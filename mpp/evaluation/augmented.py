@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mpp.backbones import Backbone, Readout
 from mpp.chance import Purpose, seed_of
-from mpp.evaluation.knn import repeats
+from mpp.evaluation.checks import repeats
 from mpp.evaluation.streamed import MicroBatch, Place, Rates, Streamed
 from mpp.runtime import Runtime
 

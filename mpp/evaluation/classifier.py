@@ -9,7 +9,7 @@ from mpp.data.budget import check_classes
 from mpp.data.loader import FixedViews, Pictures
 from mpp.data.sources import Source
 from mpp.data.views import View
-from mpp.evaluation.knn import check_labels
+from mpp.evaluation.checks import check_labels
 from mpp.evaluation.scoring import score
 from mpp.heads import Classifier
 

@@ -10,15 +10,13 @@ from annotated_types import Ge, Gt, MinLen
 from torch import Tensor
 
 from mpp.backbones import Layers, Readout
-from mpp.chance import Purpose, hashed
 from mpp.data.sources import Source
-from mpp.evaluation.knn import check_features, check_labels, listed, repeats
+from mpp.evaluation.checks import check_features, check_labels, repeats
 from mpp.evaluation.scores import summary
+from mpp.evaluation.shots import Shots, check_shots, draw
 
 if TYPE_CHECKING:
     from mpp.evaluation.features import Features, Split
-
-Shots = Annotated[int, Ge(1)] | Literal["all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,7 @@ class FewShot:
     def check(self, split: "Split") -> None:
         """ValueError for what cannot be evaluated; reads only train_y, test_y, classes and name."""
         check_labels(split)
-        check_shots(split, max((shots for shots in self.shots if shots != "all"), default=1))
+        check_shots(split, self.shots)
 
     def __call__(self, features: "Features") -> Iterator[dict[str, Any]]:
         """One row per pool, layer, shots and l2. `seconds`: all seeds and l2 values, without the features."""
@@ -169,31 +167,3 @@ def signed_sums(rows: Tensor, y: Tensor, classes: int) -> Tensor:
     counts = torch.bincount(y, minlength=classes)
     sums = torch.segment_reduce(rows[order], "sum", lengths=counts, axis=0)
     return (2 * sums - rows.sum(dim=0)).T
-
-
-def draw(y: Tensor, shots: Shots, seed: int) -> Tensor:
-    """Indices into the train labels y (N,) of exactly `shots` images of every class, ascending; "all": all.
-
-    A function of (seed, index): within its class an image's rank is that of its hash, so more shots of one
-    seed contain the fewer. Every class must have that many (`check_shots`).
-    """
-    indices = torch.arange(len(y), device=y.device)
-    if shots == "all":
-        return indices
-    shuffled = hashed(seed, indices, Purpose.FEWSHOT).argsort(stable=True)
-    by_class = shuffled[y[shuffled].argsort(stable=True)]
-    counts = torch.bincount(y)
-    first = counts.cumsum(0) - counts
-    rank = indices - first[y[by_class]]
-    return by_class[rank < shots].sort().values
-
-
-def check_shots(split: "Split", shots: int) -> None:
-    """ValueError where a class has fewer than `shots` train images, naming class and count."""
-    counts = torch.bincount(split.train_y, minlength=len(split.classes)).tolist()
-    short = [f"{name!r} has {n}" for name, n in zip(split.classes, counts, strict=True) if n < shots]
-    if short:
-        raise ValueError(
-            f"few-shot on {split.name}: {shots} shots need {shots} train images of every class, "
-            f"but {listed(short)}; ask for fewer `shots`, or for `all`"
-        )

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from mpp.backbones import Layers, Readout
 from mpp.data.sources import Source
+from mpp.evaluation.checks import check_features, check_labels, repeats
 from mpp.evaluation.scores import places_ahead, summary, tops_of
+from mpp.evaluation.shots import Shots, check_shots, draw
 
 if TYPE_CHECKING:
     from mpp.evaluation.features import Features, Split
@@ -34,39 +36,52 @@ class KNN:
     "blocks after which features are taken; -1 is the last; all: every one"
     k: Annotated[tuple[Annotated[int, Ge(1)], ...], MinLen(1)] = (10, 20, 100, 200)
     "numbers of neighbours; more than there are train images becomes all of them"
+    shots: Annotated[tuple[Shots, ...], MinLen(1)] = ("all",)
+    "train images per class among which neighbours are sought; all: the full train split"
+    seeds: Annotated[int, Ge(1)] = 1
+    "draws of the train images; value, spread and interval are over them"
     temperature: Annotated[float, Gt(0)] = 0.07
     "how fast a neighbour's vote falls with its distance"
 
     def faults(self) -> Iterator[tuple[str, str]]:
-        yield from repeats(pool=self.pool, layers=self.layers, k=self.k)
+        yield from repeats(pool=self.pool, layers=self.layers, k=self.k, shots=self.shots)
 
     def check(self, split: "Split") -> None:
         """ValueError for what cannot be evaluated; reads only train_y, test_y, classes and name."""
         check_labels(split)
+        check_shots(split, self.shots)
 
     def __call__(self, features: "Features") -> Iterator[dict[str, Any]]:
-        """One row per pool, layer, k and metric. `seconds`: the search they share, without the features."""
+        """One row per pool, layer, shots, k and metric. `seconds`: the search they share, without the features."""
         for pool, layer in features.readouts(self):
             split = features.get(self.data, pool, layer)
             self.check(split)
             check_features(split)
-            yield from self._rows(split, {"pool": pool, "layer": layer})
+            for shots in self.shots:
+                yield from self._rows(split, shots, {"pool": pool, "layer": layer})
 
-    def _rows(self, split: "Split", where: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _rows(self, split: "Split", shots: Shots, where: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         started, images = time.perf_counter(), len(split.test_y)
-        ks = sorted({min(k, len(split.train_y)) for k in self.k})
-        hits = count_hits(split, ks, self.temperature)
+        seeds = 1 if shots == "all" else self.seeds  # every seed would take the same images
+        found = [self._hits(split, draw(split.train_y, shots, seed)) for seed in range(seeds)]
         seconds = round(time.perf_counter() - started, 3)
-        for (k, top), count in hits.items():
+        for k, top in found[0]:
             yield {
                 "evaluation": self.kind,
                 "dataset": split.name,
-                "setting": {"k": k, "temperature": self.temperature, **where},
+                "setting": {"k": k, "shots": shots, "temperature": self.temperature, **where},
                 "metric": f"top{top}",
-                **summary([count / images]),
+                **summary([hits[k, top] / images for hits in found]),
                 "images": images,
                 "seconds": seconds,
             }
+
+    def _hits(self, split: "Split", chosen: Tensor) -> dict[tuple[int, int], int]:
+        """(k, c) -> hits among the chosen train images; as many neighbours as there are, at most."""
+        if len(chosen) < len(split.train_y):
+            split = replace(split, train_x=split.train_x[chosen], train_y=split.train_y[chosen])
+        ks = sorted({min(k, len(chosen)) for k in self.k})
+        return count_hits(split, ks, self.temperature)
 
 
 def count_hits(split: "Split", ks: list[int], temperature: float, chunk: int = 1024) -> dict[tuple[int, int], int]:
@@ -155,45 +170,3 @@ def is_hit(votes: Tensor, truth: Tensor, top: int) -> Tensor:
     """bool (M,): the true class has a vote and is among the first `top`; equal votes: lowest class first."""
     own = votes.gather(1, truth[:, None])[:, 0]
     return (own > 0) & (places_ahead(votes, truth) < top)
-
-
-def check_labels(split: "Split") -> None:
-    """ValueError unless there are two classes or more, each with train images, numbered by the labels."""
-    classes, where = split.classes, f"evaluation on {split.name}"
-    if len(classes) < 2:
-        raise ValueError(f"{where}: expected 2 or more classes, got {len(classes)}; name labelled `data`")
-    for part, labels in {"train": split.train_y, "test": split.test_y}.items():
-        if len(labels) == 0:
-            raise ValueError(f"{where}: the {part} split has no images")
-        low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high >= len(classes):
-            raise ValueError(f"{where}: {part} labels must be 0..{len(classes) - 1}, got {low}..{high}")
-    counts = torch.bincount(split.train_y, minlength=len(classes)).tolist()
-    missing = [repr(name) for name, count in zip(classes, counts, strict=True) if count == 0]
-    if missing:
-        raise ValueError(f"{where}: {len(missing)} of {len(classes)} classes have no train image: {listed(missing)}")
-
-
-def check_features(split: "Split") -> None:
-    """ValueError where a feature is NaN or infinite: no neighbour and no fit means anything then."""
-    for part, x in {"train": split.train_x, "test": split.test_x}.items():
-        bad = sum(int((~rows.isfinite()).any(dim=1).sum()) for rows in x.split(8192))
-        if bad:
-            raise ValueError(
-                f"evaluation on {split.name}: {bad} of {len(x)} {part} images have NaN or infinite features; "
-                "the backbone has diverged, or overflows in this precision"
-            )
-
-
-def repeats(**fields: tuple[Any, ...] | str) -> Iterator[tuple[str, str]]:
-    """Faults of a recipe section: (field, message) for every list that names a value twice."""
-    for field, values in fields.items():
-        listed = () if isinstance(values, str) else values  # a word, such as `all`, is no list
-        twice = sorted({str(value) for value in listed if listed.count(value) > 1})
-        if twice:
-            yield field, f"names {', '.join(twice)} more than once"
-
-
-def listed(names: list[str], most: int = 5) -> str:
-    """The first few of many names, for a message."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mpp.backbones import Layers, Readout
 from mpp.data.sources import Source
-from mpp.evaluation.fewshot import Shots, check_shots, draw
-from mpp.evaluation.knn import check_features, check_labels, repeats
+from mpp.evaluation.checks import check_features, check_labels, repeats
 from mpp.evaluation.scores import at_edge, check_can_hold_back, check_learned, choose, hold_back, summary, tops_of
+from mpp.evaluation.shots import Shots, check_shots, draw
 from mpp.evaluation.softmax_regression import BLOCK, LBFGS, SGD, Solver
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class LinearProbe:
     def check(self, split: "Split") -> None:
         """ValueError for what cannot be evaluated; reads only train_y, test_y, classes and name."""
         check_labels(split)
-        check_shots(split, max((shots for shots in self.shots if shots != "all"), default=1))
+        check_shots(split, self.shots)
         if len(self.solver.sweep[1]) > 1:
             check_can_hold_back(split.train_y, split.name)
 

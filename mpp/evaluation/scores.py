@@ -20,7 +20,7 @@ _Z = 1.959964
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Scores of several seeds as a row tells them: {"value": mean, "spread", "interval", "seeds"}.
+    """Scores of several seeds as a row tells them: {"value": mean, "spread", "interval", "seeds", "values"}.
 
     spread: sample standard deviation. interval: [low, high], 95 % for the mean by Student's t over the seeds (what
     another choice of seeds would change; test images are taken as given); not cut at 0 and 1. Both null for one seed.
@@ -29,7 +29,7 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
     spread = statistics.stdev(values) if count > 1 else None
     half = None if spread is None else t_quantile(count - 1) * spread / math.sqrt(count)
     interval = None if half is None else [mean - half, mean + half]
-    return {"value": mean, "spread": spread, "interval": interval, "seeds": count}
+    return {"value": mean, "spread": spread, "interval": interval, "seeds": count, "values": list(values)}
 
 
 def t_quantile(freedom: int) -> float:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mpp.chance import Purpose, seed_of
 from mpp.data.order import Order
+from mpp.evaluation.checks import repeats
 from mpp.evaluation.fewshot import Whitening, fit_whitening
-from mpp.evaluation.knn import repeats
 from mpp.evaluation.scores import hits
 from mpp.optim import curve
 

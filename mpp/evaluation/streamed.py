@@ -23,8 +23,8 @@ from mpp.data.loader import FixedViews, Pictures, TrainingViews, chunks_of, fixe
 from mpp.data.order import Order
 from mpp.data.sources import Source, Splits, Subset
 from mpp.data.transforms import Augment, RandomResizedCrop
+from mpp.evaluation.checks import check_labels, repeats
 from mpp.evaluation.features import CHUNK, Split
-from mpp.evaluation.knn import check_labels, repeats
 from mpp.evaluation.scores import (
     at_edge,
     check_can_hold_back,

@@ -1,5 +1,6 @@
 """The confusion matrix as a picture: which class was taken for which, as shares of the true class's images."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +40,8 @@ def figure(confusion: np.ndarray, classes: Sequence[str], title: str = "") -> "F
     bar = made.colorbar(image, ax=axes, shrink=0.7, ticks=[0, 0.01, 0.05, 0.1, 0.25, 0.5, 1])
     bar.ax.set_yticklabels(["0", "1", "5", "10", "25", "50", "100"], fontsize=7)
     bar.set_label("% of the row's images (square-root scale)", fontsize=7)
-    axes.set_title(title, fontsize=9)
+    _outline_diagonal(axes, len(names))
+    made.suptitle(textwrap.fill(title, max(24, int(12 * (side + 1.2)))), fontsize=9)  # about 12 letters an inch
     made.supxlabel(caption(confusion, classes), fontsize=7)
     return made
 
@@ -100,6 +102,14 @@ def _write(axes: "Axes", confusion: np.ndarray, shares: np.ndarray) -> None:
             column, row, f"{100 * share:.0f}%\n{confusion[row, column]:,}", ha="center", va="center", fontsize=6,
             color="black" if share > 0.25 else "white",
         )  # fmt: skip
+
+
+def _outline_diagonal(axes: "Axes", count: int) -> None:
+    """A frame around each cell of right answers."""
+    from matplotlib.patches import Rectangle
+
+    for place in range(count):
+        axes.add_patch(Rectangle((place - 0.5, place - 0.5), 1, 1, fill=False, edgecolor="#D55E00", linewidth=1.2))
 
 
 def _short(name: str, most: int = 24) -> str:

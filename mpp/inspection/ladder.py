@@ -12,7 +12,7 @@ Point = tuple[str, int, float, float | None]  # method, labelled images, accurac
 # Okabe and Ito's colours, told apart without red and green receptors; markers and dashes say the same in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
-
+MARGIN = 1.3  # of the labels' axis, as a factor
 
 UNTRAINED, TRAINED = ", untrained features", ", trained features"
 
@@ -38,7 +38,7 @@ def figure(points: Sequence[Point], title: str = "") -> "Figure":
         axes.errorbar(
             images,
             [100 * value for value in values],
-            yerr=[100 * spread for spread in spreads],
+            yerr=[100 * spread for spread in spreads] if any(spreads) else None,
             label=method,
             color=COLOURS[number % len(COLOURS)],
             marker=MARKERS[number % len(MARKERS)],
@@ -51,6 +51,7 @@ def figure(points: Sequence[Point], title: str = "") -> "Figure":
     counts = sorted({images for _, images, *_ in points})
     axes.set_xticks(counts, [f"{count:,}" for count in counts])
     axes.minorticks_off()
+    axes.set_xlim(counts[0] / MARGIN, counts[-1] * MARGIN)
     axes.set_xlabel("labelled training images")
     axes.set_ylabel("test accuracy, %")
     axes.grid(alpha=0.3)

@@ -159,12 +159,12 @@ def test_a_pickled_dataset_reads_the_same_from_another_working_directory(tmp_pat
 
 
 def test_class_folders_number_the_sorted_names(tmp_path):
-    put(tmp_path, "dog/1", "cat/deep/2", "cat/1", "cat-like/1", "readme.txt", ".git/x")
+    put(tmp_path, "dog/1", "cat/deep/2", "cat/1", "cat-like/1", "readme.txt", "notes.txt", ".git/x")
     dataset = ClassFolders(path=tmp_path).open("train")
     assert dataset.classes == ("cat", "cat-like", "dog")
     assert names(dataset) == ["cat-like/1", "cat/1", "cat/deep/2", "dog/1"]
     assert dataset.labels().tolist() == [1, 0, 0, 2] and dataset.labels().dtype == np.int64
-    note = "4 files in 3 classes (1 file outside the class folders, 1 hidden folder ignored)"
+    note = "4 files in 3 classes (2 files beside the class folders, 1 hidden folder ignored)"
     assert dataset.description == f"class_folders {tmp_path}: {note}"
     assert ClassFolders(path=tmp_path).open("test") is None
 

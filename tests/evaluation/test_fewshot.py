@@ -1,13 +1,16 @@
 """Few-shot: the textbook ridge to 1e-6, exact draws, calm on dead features, loud about missing images."""
 
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from mpp.evaluation.fewshot import FewShot, accuracies, check_shots, draw, fit_whitening, ridge, signed_sums
+from mpp.evaluation.features import Split
+from mpp.evaluation.fewshot import FewShot, accuracies, fit_whitening, ridge, signed_sums
+from mpp.evaluation.shots import check_shots, draw
 
 
 def clouds(classes=4, train=240, test=100, dim=16, seed=0, name="clouds"):
@@ -15,7 +18,7 @@ def clouds(classes=4, train=240, test=100, dim=16, seed=0, name="clouds"):
     random = np.random.default_rng(seed)
     centres, size = random.normal(size=(classes, dim)) * 0.5, 10.0 ** random.uniform(-1, 2, size=dim)
     train_y, test_y = random.permutation(np.arange(train) % classes), np.arange(test) % classes
-    return SimpleNamespace(
+    return Split(
         train_x=torch.tensor((centres[train_y] + random.normal(size=(train, dim)) + 3) * size).float(),
         train_y=torch.tensor(train_y),
         test_x=torch.tensor((centres[test_y] + random.normal(size=(test, dim)) + 3) * size).float(),
@@ -31,10 +34,6 @@ def readouts(probe):
 
 def features_of(split):
     return SimpleNamespace(get=lambda source, pool, layer: split, readouts=readouts)
-
-
-def changed(split, **fields):
-    return SimpleNamespace(**{**vars(split), **fields})
 
 
 def prepared(x, test_x):
@@ -94,7 +93,7 @@ def test_a_tiny_penalty_on_repeated_features_is_least_squares(l2):
     split = clouds()
     rows, test_rows = prepared(split.train_x, split.test_x)
     expected = test_rows @ np.linalg.lstsq(rows, one_hot(split.train_y, 4), rcond=None)[0]
-    twice = changed(split, train_x=split.train_x.repeat(1, 4), test_x=split.test_x.repeat(1, 4))
+    twice = replace(split, train_x=split.train_x.repeat(1, 4), test_x=split.test_x.repeat(1, 4))
     scores = our_scores(twice, twice.train_x, twice.train_y, (l2,))[0]
     np.testing.assert_allclose(scores.numpy(), expected, atol=1e-4)
 
@@ -172,7 +171,7 @@ def test_constant_features_at_one_shot_do_not_explode(train):
     split = clouds()
     plain = our_scores(split, *one_shot(split), (1024.0,))[0]
     constant = torch.full((240, 3), train) + torch.tensor([0.0, 1e-6, 1.0]) * train
-    wild = changed(
+    wild = replace(
         split,
         train_x=torch.cat([split.train_x, constant], dim=1),
         test_x=torch.cat([split.test_x, torch.randn(100, 3) * 1e4], dim=1),
@@ -197,7 +196,7 @@ def test_a_column_that_hardly_varies_is_not_looked_at():
 
 def test_features_without_any_variation_predict_the_most_frequent_or_the_lowest_class():
     split = clouds(dim=6)
-    flat = changed(split, train_x=torch.full((240, 6), 0.1), test_x=torch.randn(100, 6) * 1e6)
+    flat = replace(split, train_x=torch.full((240, 6), 0.1), test_x=torch.randn(100, 6) * 1e6)
     for row in FewShot(shots=(1, 25, "all"))(features_of(flat)):
         assert row["value"] == 0.25
     chosen = torch.cat([draw(split.train_y, 5, 0), (split.train_y == 2).nonzero()[:, 0]]).unique()
@@ -210,7 +209,7 @@ def test_mostly_dead_features_still_use_the_living_ones():
     split = clouds()
     living = our_scores(split, split.train_x, split.train_y, (1024.0,))[0]
     random = torch.Generator().manual_seed(0)
-    dead = changed(
+    dead = replace(
         split,
         train_x=torch.cat([split.train_x, torch.rand(30, generator=random).expand(240, 30)], dim=1),
         test_x=torch.cat([split.test_x, torch.randn(100, 30, generator=random) * 1e6], dim=1),
@@ -221,7 +220,7 @@ def test_mostly_dead_features_still_use_the_living_ones():
 
 def test_equal_scores_go_to_the_lowest_class():
     split = clouds(classes=3, train=60)
-    still = changed(split, train_x=torch.zeros(60, 16), test_x=torch.zeros(100, 16))
+    still = replace(split, train_x=torch.zeros(60, 16), test_x=torch.zeros(100, 16))
     assert accuracies(still, draw(split.train_y, 5, 0), (1.0,)) == [34 / 100]
 
 
@@ -238,6 +237,7 @@ def test_value_and_spread_are_over_the_seeds():
         "setting": {"shots": 5, "l2": 1024.0, "pool": "mean", "layer": -1},
         "metric": "top1",
         "value": statistics.fmean(values),
+        "values": values,
         "spread": statistics.stdev(values),
         "interval": pytest.approx(interval, rel=1e-4),
         "seeds": 4,
@@ -266,16 +266,16 @@ def test_too_few_images_of_a_class_are_refused_by_name_and_count():
     split = clouds()
     kept = (split.train_y != 2) | (torch.arange(240) < 40)
     count = int((split.train_y[kept] == 2).sum())
-    fewer = changed(split, train_x=split.train_x[kept], train_y=split.train_y[kept])
+    fewer = replace(split, train_x=split.train_x[kept], train_y=split.train_y[kept])
     with pytest.raises(ValueError, match=rf"25 shots need 25 .* but 'class 2' has {count};"):
         list(FewShot()(features_of(fewer)))
-    check_shots(fewer, count)
+    check_shots(fewer, (1, count, "all"))
 
 
 def test_a_class_missing_from_train_is_refused_even_for_all():
     split = clouds()
     kept = split.train_y != 1
-    fewer = changed(split, train_x=split.train_x[kept], train_y=split.train_y[kept])
+    fewer = replace(split, train_x=split.train_x[kept], train_y=split.train_y[kept])
     with pytest.raises(ValueError, match="1 of 4 classes have no train image: 'class 1'"):
         list(FewShot(shots=("all",))(features_of(fewer)))
 
@@ -287,9 +287,9 @@ def test_one_class_is_refused():
 
 def test_labels_are_checked_without_features():
     split = clouds()
-    FewShot().check(changed(split, train_x=None, test_x=None))
+    FewShot().check(replace(split, train_x=None, test_x=None))
     with pytest.raises(ValueError, match="61 shots need 61"):
-        FewShot(shots=(1, 61)).check(changed(split, train_x=None, test_x=None))
+        FewShot(shots=(1, 61)).check(replace(split, train_x=None, test_x=None))
 
 
 def test_features_that_are_no_numbers_are_refused():

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from mpp.evaluation.knn import KNN, check_labels, count_hits, count_votes, fixed_point, is_hit, nearest
+from mpp.evaluation.checks import check_labels
+from mpp.evaluation.features import Split
+from mpp.evaluation.knn import KNN, count_hits, count_votes, fixed_point, is_hit, nearest
+from mpp.evaluation.shots import draw
 
 
 def clouds(classes=7, train=210, test=90, dim=12, seed=0, name="clouds"):
@@ -15,7 +18,7 @@ def clouds(classes=7, train=210, test=90, dim=12, seed=0, name="clouds"):
     random = np.random.default_rng(seed)
     centres = random.normal(size=(classes, dim)) * 0.7
     train_y, test_y = np.arange(train) % classes, np.arange(test) % classes
-    return SimpleNamespace(
+    return Split(
         train_x=torch.tensor(centres[train_y] + random.normal(size=(train, dim)) + 0.3).float(),
         train_y=torch.tensor(train_y),
         test_x=torch.tensor(centres[test_y] + random.normal(size=(test, dim)) + 0.3).float(),
@@ -31,10 +34,6 @@ def readouts(probe):
 
 def features_of(split):
     return SimpleNamespace(get=lambda source, pool, layer: split, readouts=readouts)
-
-
-def changed(split, **fields):
-    return SimpleNamespace(**{**vars(split), **fields})
 
 
 def whole(rows):
@@ -71,8 +70,8 @@ def test_votes_equal_sklearn(k, temperature):
 def test_votes_equal_sklearn_with_tied_neighbours():
     """Every train image twice, the copy under another class: each vote is a tie, the lowest class has it."""
     split = clouds()
-    split.train_x = split.train_x.repeat(2, 1)
-    split.train_y = torch.cat([split.train_y, 6 - split.train_y])
+    twice = torch.cat([split.train_y, 6 - split.train_y])
+    split = replace(split, train_x=split.train_x.repeat(2, 1), train_y=twice)
     votes = our_votes(split, 2, 0.07)
     expected = sklearn_votes(split, 2, 0.07)
     assert votes.argmax(1).tolist() == expected.argmax(1).tolist()
@@ -138,7 +137,7 @@ def test_length_does_not_matter_and_zero_stays_zero():
 
 def test_the_nearest_image_of_a_train_image_is_itself():
     split = clouds(classes=3)
-    same = changed(split, test_x=split.train_x, test_y=split.train_y)
+    same = replace(split, test_x=split.train_x, test_y=split.train_y)
     rows = list(KNN(k=(1,))(features_of(same)))
     assert [row["value"] for row in rows] == [1.0]
 
@@ -174,9 +173,10 @@ def test_rows_say_what_was_computed():
     assert first == {
         "evaluation": "knn",
         "dataset": "clouds",
-        "setting": {"k": 10, "temperature": 0.07, "pool": "mean", "layer": -1},
+        "setting": {"k": 10, "shots": "all", "temperature": 0.07, "pool": "mean", "layer": -1},
         "metric": "top1",
         "value": count_hits(split, [10], 0.07)[10, 1] / 90,
+        "values": [count_hits(split, [10], 0.07)[10, 1] / 90],
         "spread": None,
         "interval": None,
         "seeds": 1,
@@ -220,7 +220,7 @@ def test_one_class_is_refused():
 def test_classes_missing_from_train_are_refused_by_name():
     split = clouds()
     kept = (split.train_y != 2) & (split.train_y != 5)
-    fewer = changed(split, train_x=split.train_x[kept], train_y=split.train_y[kept])
+    fewer = replace(split, train_x=split.train_x[kept], train_y=split.train_y[kept])
     with pytest.raises(ValueError, match="2 of 7 classes have no train image: 'class 2', 'class 5'"):
         list(KNN()(features_of(fewer)))
 
@@ -237,12 +237,12 @@ def test_labels_that_name_no_class_are_refused(part, label):
 def test_an_empty_test_split_is_refused():
     split = clouds()
     with pytest.raises(ValueError, match="the test split has no images"):
-        check_labels(changed(split, test_x=split.test_x[:0], test_y=split.test_y[:0]))
+        check_labels(replace(split, test_x=split.test_x[:0], test_y=split.test_y[:0]))
 
 
 def test_labels_are_checked_without_features():
     split = clouds()
-    KNN().check(changed(split, train_x=None, test_x=None))
+    KNN().check(replace(split, train_x=None, test_x=None))
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
@@ -258,3 +258,19 @@ def test_a_value_named_twice_is_a_fault():
     assert list(KNN().faults()) == []
     twice = replace(KNN(), k=(10, 10), layers=(-1, 2, -1))
     assert list(twice.faults()) == [("layers", "names -1 more than once"), ("k", "names 10 more than once")]
+
+
+def test_a_few_labels_are_drawn_with_every_seed_as_few_shot_draws_them():
+    split = clouds()
+    rows = list(KNN(k=(3, 500), shots=(5, "all"), seeds=2)(features_of(split)))
+    values = []
+    for seed in range(2):
+        chosen = draw(split.train_y, 5, seed)
+        few = replace(split, train_x=split.train_x[chosen], train_y=split.train_y[chosen])
+        values.append(count_hits(few, [3], 0.07)[3, 1] / 90)
+    row = next(row for row in rows if (row["setting"]["k"], row["setting"]["shots"]) == (3, 5))
+    assert (row["metric"], row["value"], row["seeds"]) == ("top1", sum(values) / 2, 2)
+    assert {row["setting"]["k"] for row in rows if row["setting"]["shots"] == 5} == {3, 5 * len(split.classes)}
+    assert {row["seeds"] for row in rows if row["setting"]["shots"] == "all"} == {1}
+    with pytest.raises(ValueError, match="10000 shots need"):
+        list(KNN(shots=(10_000,))(features_of(split)))

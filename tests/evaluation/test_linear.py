@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +13,10 @@ from torch import nn
 from mpp.chance import Purpose, seed_of
 from mpp.data.order import Order
 from mpp.evaluation import softmax_regression
-from mpp.evaluation.fewshot import draw
+from mpp.evaluation.features import Split
 from mpp.evaluation.linear import LinearProbe
 from mpp.evaluation.scores import hold_back
+from mpp.evaluation.shots import draw
 from mpp.evaluation.softmax_regression import LBFGS, SGD, cross_entropy
 
 CPU = torch.device("cpu")
@@ -25,7 +27,7 @@ def clouds(classes=4, train=240, test=100, dim=12, seed=0, distance=0.5, name="c
     random = np.random.default_rng(seed)
     centres, size = random.normal(size=(classes, dim)) * distance, 10.0 ** random.uniform(-1, 2, size=dim)
     train_y, test_y = random.permutation(np.arange(train) % classes), np.arange(test) % classes
-    return SimpleNamespace(
+    return Split(
         train_x=torch.tensor((centres[train_y] + random.normal(size=(train, dim)) + 3) * size).float(),
         train_y=torch.tensor(train_y),
         test_x=torch.tensor((centres[test_y] + random.normal(size=(test, dim)) + 3) * size).float(),
@@ -42,10 +44,6 @@ def readouts(probe):
 def features_of(split, lines=None):
     runtime = SimpleNamespace(device=CPU, log=[].append if lines is None else lines.append)
     return SimpleNamespace(get=lambda source, pool, layer: split, readouts=readouts, runtime=runtime)
-
-
-def changed(split, **fields):
-    return SimpleNamespace(**{**vars(split), **fields})
 
 
 def rows_of(probe, split):
@@ -141,7 +139,7 @@ def test_far_clouds_are_told_apart_without_a_mistake(solver):
 @SOLVERS
 def test_test_labels_and_test_images_choose_nothing(solver):
     split = clouds(distance=0.3)
-    other = changed(split, test_y=split.test_y.flip(0), test_x=split.test_x.roll(1, 0) * 2)
+    other = replace(split, test_y=split.test_y.flip(0), test_x=split.test_x.roll(1, 0) * 2)
     ours, theirs = (
         rows_of(LinearProbe(solver=solver, seeds=2), split),
         rows_of(LinearProbe(solver=solver, seeds=2), other),
@@ -181,7 +179,7 @@ def test_value_spread_and_interval_are_over_draws_of_shots():
     values = []
     for seed in range(3):
         ids = draw(split.train_y, 5, seed)
-        small = changed(split, train_x=split.train_x[ids], train_y=split.train_y[ids])
+        small = replace(split, train_x=split.train_x[ids], train_y=split.train_y[ids])
         values.append(rows_of(LinearProbe(solver=LBFGS(l2=(0.1,))), small)[0]["value"])
     assert few.pop("chosen")[2]["l2"] == 0.1
     assert few.pop("interval")[0] < few["value"]
@@ -191,6 +189,7 @@ def test_value_spread_and_interval_are_over_draws_of_shots():
         "setting": {"shots": 5, "solver": "lbfgs", "pool": "mean", "layer": -1},
         "metric": "top1",
         "value": statistics.fmean(values),
+        "values": values,
         "spread": statistics.stdev(values),
         "seeds": 3,
         "images": 100,
@@ -255,7 +254,7 @@ def test_constant_features_are_refused(solver, noise):
     split = clouds()
     flat = torch.full((240, 12), 0.1) + noise * torch.randn(240, 12, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match="all 240 train images have the same features"):
-        list(LinearProbe(solver=solver)(features_of(changed(split, train_x=flat))))
+        list(LinearProbe(solver=solver)(features_of(replace(split, train_x=flat))))
 
 
 def test_features_that_are_no_numbers_are_refused():
@@ -266,14 +265,14 @@ def test_features_that_are_no_numbers_are_refused():
 
 
 def test_labels_are_checked_without_features():
-    split = changed(clouds(), train_x=None, test_x=None)
+    split = replace(clouds(), train_x=None, test_x=None)
     LinearProbe(shots=(60,)).check(split)
     with pytest.raises(ValueError, match="61 shots need 61"):
         LinearProbe(shots=(61,)).check(split)
     with pytest.raises(ValueError, match="expected 2 or more classes, got 1"):
-        LinearProbe().check(changed(clouds(classes=1), train_x=None))
+        LinearProbe().check(replace(clouds(classes=1), train_x=None))
     with pytest.raises(ValueError, match="1 of 4 classes have no train image: 'class 1'"):
-        LinearProbe().check(changed(split, train_y=split.train_y[split.train_y != 1]))
+        LinearProbe().check(replace(split, train_y=split.train_y[split.train_y != 1]))
 
 
 def test_one_image_of_each_class_leaves_nothing_to_choose_on():
@@ -288,7 +287,7 @@ def test_one_image_of_each_class_leaves_nothing_to_choose_on():
 def test_a_class_with_one_image_is_trained_on():
     split = clouds(distance=20.0)
     kept = (split.train_y != 3) | (torch.arange(240) == int((split.train_y == 3).nonzero()[0]))
-    fewer = changed(split, train_x=split.train_x[kept], train_y=split.train_y[kept])
+    fewer = replace(split, train_x=split.train_x[kept], train_y=split.train_y[kept])
     assert rows_of(LinearProbe(), fewer)[0]["value"] == 1.0
 
 

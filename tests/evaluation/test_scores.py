@@ -22,7 +22,7 @@ def test_the_interval_is_scipys():
     expected = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
     assert found["interval"] == pytest.approx(expected, abs=1e-6)
     assert (found["value"], found["spread"]) == pytest.approx((np.mean(values), np.std(values, ddof=1)))
-    assert summary([0.5]) == {"value": 0.5, "spread": None, "interval": None, "seeds": 1}
+    assert summary([0.5]) == {"value": 0.5, "spread": None, "interval": None, "seeds": 1, "values": [0.5]}
 
 
 def test_equal_scores_go_to_the_lowest_class_and_no_number_is_never_right():

@@ -20,7 +20,8 @@ def labels(ticks):
 
 
 def test_cells_are_shares_of_the_true_class_and_written_with_their_counts():
-    axes = figure(np.array([[3, 1], [0, 0]]), ["ant", "bee"], "title").axes[0]
+    made = figure(np.array([[3, 1], [0, 0]]), ["ant", "bee"], "title")
+    axes = made.axes[0]
     shown = axes.images[0].get_array()
     assert (shown[0].tolist() == [0.75, 0.25] and np.ma.getmaskarray(shown)[1].all()) or np.isnan(shown[1]).all()
     assert [text.get_text() for text in axes.texts] == ["75%\n3", "25%\n1"]
@@ -28,7 +29,7 @@ def test_cells_are_shares_of_the_true_class_and_written_with_their_counts():
         "ant",
         "bee",
     ]
-    assert axes.get_ylabel() == "true class" and axes.get_title() == "title"
+    assert axes.get_ylabel() == "true class" and made.get_suptitle() == "title"
 
 
 def test_rows_add_up_to_one():
