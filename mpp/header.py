@@ -9,6 +9,7 @@ from mpp.data.order import Share
 from mpp.data.sources import Splits, Subset
 from mpp.progress import duration, millions
 from mpp.runtime import Runtime
+from mpp.words import plural
 
 Line = tuple[str, str]
 FEW = 50  # held-out pictures under which the yardsticks are noise
@@ -80,11 +81,11 @@ def of_backbone(config: Any, task: Any) -> Iterator[Line]:
     (h, w), (p, q), (height, width) = bone.grid, bone.patch_size, bone.image_size
     parameters = f"{millions(task)} parameters, {millions(bone)} of them backbone"
     yield "model", f"{config.backbone.kind}, width {bone.embed_dim}, {bone.depth} blocks; {parameters}"
-    yield "patches", f"{h}x{w} = {h * w} of {p}x{q} pixels; image {height}x{width}, {bone.channels} channels"
+    yield "patches", f"{h}x{w} = {h * w} of {p}x{q} pixels; image {height}x{width}, {plural(bone.channels, 'channel')}"
 
 
 def of_device(config: Any, runtime: Runtime) -> Line:
-    threads = f"{runtime.threads} threads, {config.train.workers} workers"
+    threads = f"{plural(runtime.threads, 'thread')}, {plural(config.train.workers, 'worker')}"
     return "device", f"{runtime.device}, {config.train.precision}, {threads}"
 
 
@@ -97,7 +98,8 @@ def of_training(config: Any, images: int, share: Share, steps: int) -> Iterator[
         "optimiser",
         f"{optim.kind}, {rate}, {optim.settings}, decay {optim.weight_decay:g}{layers}, clip {optim.clip}",
     )
-    yield "batch", f"{batch} = {share.world} process(es) x {share.accumulation} x {share.micro_batch_size} images"
+    processes = plural(share.world, "process", "processes")
+    yield "batch", f"{batch} = {processes} x {share.accumulation} x {share.micro_batch_size} images"
     yield "length", f"{images / batch:,.1f} steps per epoch, {steps:,} steps = {steps * batch / images:,.1f} epochs"
 
 

@@ -27,6 +27,7 @@ from mpp.run_folder import Run, extension
 from mpp.runtime import Runtime, environment
 from mpp.trace import Trace
 from mpp.trainer import Event, Train, Trainer
+from mpp.words import plural
 
 
 class Job(ABC):
@@ -271,7 +272,7 @@ def share_of(train: Train, rank: int, world: int) -> Share:
     micro = train.micro_batch_size or train.batch_size // world
     if not micro or train.batch_size % (world * micro):
         raise ValueError(
-            f"train.batch_size {train.batch_size} does not divide over {world} process(es) with "
+            f"train.batch_size {train.batch_size} does not divide over {plural(world, 'process', 'processes')} with "
             f"train.micro_batch_size {train.micro_batch_size or 'unset'}; try a multiple of {world * (micro or 1)}"
         )
     return Share(train.batch_size, micro, rank, world)

@@ -93,7 +93,7 @@ class Ladder:
                 try:
                     load_into(backbone, spec, asked.resampling)
                 except ValueError as error:
-                    raise ValueError(f"{name}: {error} (the backbone is that of {self.run})") from None
+                    raise ValueError(f"{name}: {error} (the backbone is that of {self.run}, for every row)") from None
                 backbone.check_readout((asked.pool,), (-1,))
                 frozen_modules(backbone, asked.frozen_blocks)
                 found[name] = fingerprint(backbone)

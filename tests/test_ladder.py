@@ -12,7 +12,6 @@ from mpp import pretrain as pretraining
 from mpp import shared_work
 from mpp.config import RecipeError, load_recipe
 from mpp.ladder_recipe import LadderConfig
-from mpp.ladder_table import Cell
 from mpp.pretrain_recipe import PretrainConfig
 from mpp.run_folder import FolderInUse
 
@@ -172,13 +171,6 @@ def test_a_ladder_goes_on_from_its_own_copy(run, tmp_path):
     assert again.rows.row(again.rows.starts[0], 2, 0, 1e-3) == first.rows.row(first.rows.starts[0], 2, 0, 1e-3)
 
 
-def test_a_cell_says_how_many_of_its_seeds_are_done(run, tmp_path):
-    whole = Cell("mpp", 2, {"value": 0.5, "spread": None, "seeds": 1, "wanted_seeds": 1})
-    half = Cell("mpp", 2, {"value": 0.5, "spread": 0.01, "seeds": 2, "wanted_seeds": 3})
-    gain = Cell("mpp", 2, {"value": 0.5, "spread": 0.01, "seeds": 3, "wanted_seeds": 3}, "top1_gain")
-    assert (whole.text, half.text, gain.text) == ("50.0", "50.0 ±1.0 (2 of 3)", "+50.0 ±1.0")
-
-
 def test_supervised_weights_that_do_not_fit_are_refused_at_the_start(run, tmp_path):
     with pytest.raises(ValueError, match="no such"):
         job.begin(str(run), config(run, tmp_path / "out", "--supervised=no/such"))
@@ -260,16 +252,6 @@ def test_a_signal_between_two_runs_stops_the_ladder(run, tmp_path, monkeypatch):
     monkeypatch.setattr(ladder, "_write", signalled)
     assert ladder.go() == 75
     assert len(list((tmp_path / "out" / "runs").iterdir())) == 1
-
-
-def test_a_signal_stays_where_the_next_job_brings_its_own(monkeypatch):
-    from mpp.runtime import StopSignal
-
-    work, first, second = shared_work.SharedWork(), StopSignal(), StopSignal()
-    work.heed(first)
-    first.requested = True
-    work.heed(second)
-    assert second.requested and work.is_stopped
 
 
 def test_a_learning_rate_that_diverges_is_out_and_the_others_go_on(run, tmp_path, capsys):
@@ -359,19 +341,3 @@ def test_frozen_scores_of_several_settings_stand_side_by_side(run, tmp_path):
     assert job.begin(str(run), config(run, tmp_path / "out", *words)).go() == 0
     text = (tmp_path / "out" / "ladder.txt").read_text()
     assert "kNN (k 1), trained features" in text and "kNN (k 3), untrained features" in text
-
-
-def test_a_folder_that_another_process_holds_is_told(tmp_path):
-    import subprocess
-    import sys
-
-    code = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
-    command = [sys.executable, "-c", code, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline()
-        done = []
-        task = shared_work.Task(tmp_path, lambda: done.append(1) or 0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shared_work.time, "sleep", lambda seconds: other.communicate(b"\n"))
-            assert shared_work.SharedWork().run([task]) == 0
-        assert done == [1] and other.poll() == 0
