@@ -1,15 +1,15 @@
 """The job: supervised training of a classifier. Fine-tuning, from scratch and pretraining on labels are one thing."""
 
-import contextlib
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpp.averaging import WeightAverage, averaged, swapped
+from mpp.averaging import averaged
 from mpp.backbones import build_backbone, choose_attention
 from mpp.checkpoint import Checkpoint
 from mpp.classify_recipe import FREE, SCRATCH, ClassifyConfig
@@ -24,6 +24,7 @@ from mpp.export import classifier_tensors, timm_config
 from mpp.header import classification_header
 from mpp.inspection import confusion
 from mpp.job import Job
+from mpp.kept_weights import KeptWeights
 from mpp.metrics import commit
 from mpp.optim import LearningRate
 from mpp.predictions import open_unlabelled, told_unreadable, write_predictions
@@ -35,10 +36,7 @@ from mpp.words import plural
 
 TOLD = ("top1", "top5", "mean_class_accuracy", "real_top1")
 OWN = ("classification", "imagenet_real")  # evaluations of this job: others may stand in the same file
-BEST = "state/best.safetensors"
-AVERAGE = "state/average.safetensors"
 LIVE = "state/live.safetensors"
-STOPPING = "state/stopping.json"
 
 
 def classify(config: ClassifyConfig) -> int:
@@ -56,17 +54,6 @@ def begin(config: ClassifyConfig, is_part: bool = False) -> "Classifying":
     """
     runtime = start(config.train.precision, config.train.threads, config.train.trackers, config.out)
     return Classifying(config, runtime, is_part)
-
-
-@dataclass
-class Best:
-    """The weights with the highest validation accuracy so far; equal ones: the earliest."""
-
-    accuracy: float = -1.0
-    step: int = 0
-    without: int = 0
-    """evaluations since"""
-    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Classifying(Job):
@@ -101,7 +88,6 @@ class Classifying(Job):
         self._open()
         if self.found is None and self.origin is None:  # its checkpoints were there, and none was whole
             self.origin = self._initialize()
-        self.best = Best()
 
     def _initialize(self) -> str:
         """The weights to begin with, into the backbone; a sentence on them."""
@@ -135,7 +121,7 @@ class Classifying(Job):
 
     def _make_trainer(self):
         trainer = super()._make_trainer()  # moves the task to its device, where its average belongs
-        self.average = WeightAverage(self.task, self.config.averaging) if self.config.averaging else None
+        self.weights = KeptWeights(self.task, self.config.averaging)
         return trainer
 
     def _is_split_sensitive(self) -> bool:
@@ -154,29 +140,23 @@ class Classifying(Job):
         return [skipped, evaluate, Event("test", 0, self._test, last=True), save]
 
     def _after_update(self, step: int) -> None:
-        if self.average:
-            self.average.update(step)
+        self.weights.update(step)
 
     def _evaluate(self, step: int) -> None:
         """Loss and accuracy on the images kept back; where none are, on the test images, which choose nothing."""
         if self.validation is None:
             if not self.trainer.is_last(self.total_steps):  # then it is tested anyway
-                with self._averaged():
+                with self.weights.judged():
                     self._measure(step, "test", self.test)
             return
-        with self._averaged():
+        with self.weights.judged():
             accuracy = self._measure(step, "validation", self.validation)
             if self.config.early_stopping:
-                self._keep_the_best(step, accuracy)
-        if self.config.early_stopping and self.best.without >= self.config.early_stopping.patience:
-            self.runtime.log(f"no better than at step {self.best.step:,} for {self.best.without} evaluations: stopping")
+                self.weights.judge(accuracy, step)
+        best = self.weights.best
+        if self.config.early_stopping and best.without >= self.config.early_stopping.patience:
+            self.runtime.log(f"no better than at step {best.step:,} for {best.without} evaluations: stopping")
             self.trainer.end_here()
-
-    def _keep_the_best(self, step: int, accuracy: float) -> None:
-        if accuracy > self.best.accuracy:
-            self.best = Best(accuracy, step, 0, {name: t.detach().clone() for name, t in averaged(self.task).items()})
-        else:
-            self.best.without += 1
 
     def _measure(self, step: int, split: str, subset: Subset) -> float:
         """A line of metrics.jsonl; top-1 accuracy."""
@@ -222,7 +202,7 @@ class Classifying(Job):
             "view": config.view.kind,
             "crop": config.view.crop,
             "pool": config.pool,
-            "kept_step": self.best.step or step,
+            "kept_step": self.weights.best.step or step,
         }
 
     def _real_row(self, scored: Scored, setting: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -263,27 +243,16 @@ class Classifying(Job):
         good = len(scored.good) - len(unreadable)
         self.runtime.log(f"{plural(good, 'image')} of {self.config.predict} classified: {path}")
 
-    @contextlib.contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """The average in the place of the weights, where there is one."""
-        with self.average.applied() if self.average else contextlib.nullcontext():
-            yield
-
-    @contextlib.contextmanager
-    def _kept(self) -> Iterator[None]:
-        """The weights that are tested and exported: the best of a finished run, else the average, else the last."""
-        if self.best.weights and self.trainer.is_last(self.total_steps):
-            with swapped(self.task, self.best.weights):
-                yield
-        else:
-            with self._averaged():
-                yield
+    def _kept(self) -> AbstractContextManager[None]:
+        """Inside, the weights that are tested and exported."""
+        return self.weights.kept(self.trainer.is_last(self.total_steps))
 
     def _contents(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """A timm folder that classifies, where timm can; the head beside it; and what going on needs."""
         head, config = self.task.head, self.config
         tensors: dict[str, dict[str, Tensor]] = {}
         live = {name: tensor.detach().cpu().clone() for name, tensor in averaged(self.task).items()}
+        beside, documents = self.weights.state()
         with self._kept():
             whole = classifier_tensors(self.backbone, head.last, config.pool) if head.hidden is None else None
             model = self.backbone.model.state_dict() if whole is None else whole
@@ -292,18 +261,13 @@ class Classifying(Job):
             is_live = all(torch.equal(live[name], t.cpu()) for name, t in averaged(self.task).items())
         if not is_live:
             tensors[LIVE] = live
-        if self.average:
-            tensors[AVERAGE] = self.average.state()
-        if self.best.weights:
-            tensors[BEST] = self.best.weights
-        return tensors, {
+        return tensors | beside, documents | {
             "config.json": timm_config(
                 self.backbone, self.classes if whole is not None else None, config.pool, config.view
             ),
             "objective.json": {"classes": list(self.classes), "pool": config.pool, "init": config.init}
             | {"range": config.data.range}
             | {name: asdict(getattr(config, name)) for name in ("head", "loss", "view")},
-            STOPPING: {"accuracy": self.best.accuracy, "step": self.best.step, "without": self.best.without},
         }
 
     def _restore(self, found: Checkpoint) -> None:
@@ -315,10 +279,7 @@ class Classifying(Job):
             live = averaged(self.task)
             for name, tensor in found.tensors(LIVE).items():
                 live[name].data.copy_(tensor)
-        if self.average:
-            self.average.load(found.tensors(AVERAGE))
-        weights = found.tensors(BEST) if BEST in found.files else {}
-        self.best = Best(**found.document(STOPPING), weights={n: t.to(self.runtime.device) for n, t in weights.items()})
+        self.weights.load(found)
 
     def _tell_the_end(self) -> None:
         run, log = self.files.path, self.tell

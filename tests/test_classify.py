@@ -371,3 +371,11 @@ def test_what_the_header_warns_of(recipe, pictures, capsys):
     assert job.classify(recipe("--averaging.decay=0.5", out="short")) == 0
     told = capsys.readouterr().out
     assert "remembers longer" not in told and "no test split" not in told
+
+
+def test_a_run_that_was_ended_early_is_finished_also_where_batches_would_be_split_otherwise(recipe):
+    words = ("--labels.validation=9", "--train.steps=200", "--train.eval_every=5", "--early_stopping.patience=1")
+    words += ("--mix.mixup=0.2", "--optim.lr=1e-9", "--optim.warmup_steps=1")
+    assert job.begin(recipe(*words)).go() == 0
+    again = job.begin(recipe(*words, "--train.micro_batch_size=4"))
+    assert again.go() == 0 and again.trainer.step < 200
