@@ -71,7 +71,8 @@ class Ladder:
     def go(self) -> int:
         """0 when the table is complete; 75 when a signal ended it before: the same command goes on."""
         self._pin()
-        code = self.work.run([self._frozen_task(), *self._trials()])
+        later = sum(self.rows.steps(*place) for place in self._places()) * self.config.seeds
+        code = self.work.run([self._frozen_task(), *self._trials()], later)
         if not code:
             self._choose_rates()
             code = self.work.run(self._entries())
@@ -82,6 +83,12 @@ class Ladder:
         elif not code:
             print(f"\n{self._write()}\n\n{self.out / 'ladder.txt'}, ladder.jsonl, ladder.png")
         return code
+
+    def _places(self) -> Iterator[tuple[Start, Budget]]:
+        """The cells of fine-tuned runs that are asked for."""
+        for start in self.rows.starts:
+            for budget in self.config.budgets:
+                yield start, budget
 
     def _check_weights(self, weights: str) -> dict[str, str]:
         """A hash of each start's weights in this backbone, and of the data. ValueError for weights that do not fit it:
@@ -102,10 +109,10 @@ class Ladder:
     def _check_rows(self) -> None:
         """ValueError for what a row would refuse, or for rows that stand there and were made otherwise."""
         rate = self.config.finetune.optim.lr
+        for start, budget in self._places():
+            for seed in range(self.config.seeds):
+                self._check_row(self.rows.row(start, budget, seed, rate))
         for start in self.rows.starts:
-            for budget in self.config.budgets:
-                for seed in range(self.config.seeds):
-                    self._check_row(self.rows.row(start, budget, seed, rate))
             for trial in (self.rows.trial(start, rate) for rate in self.rows.rates(start)):
                 try:
                     trial.labels.split(self.train)
@@ -197,7 +204,7 @@ class Ladder:
         best = max(good, key=good.__getitem__)
         edge = at_edge(list(found).index(best), len(found))
         if edge:
-            print(f"note       {start.name}: {best:g} is at the edge of learning_rates; a wider sweep may find better")
+            print(f"note       {start.title}: {best:g} is at the edge of learning_rates; a wider sweep may find better")
         record = {"start": start.name, "chosen": best, "at_edge": edge, "validation_accuracy": found}
         with held(self.out):
             replace_file(self.out / f"sweep_{slug(start.name)}.json", [json.dumps(record, indent=1).encode()])

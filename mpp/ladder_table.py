@@ -71,6 +71,9 @@ def write(
     body = [[name, *(texts.get((name, budget), "-") for budget in budgets)] for name in names]
     heads = [f"{budget} per class" if budget != "all" else "all" for budget in budgets]
     text = table(body, ["test accuracy, %", *heads])
+    if answers := [answer(cell) for cell in cells if cell.metric == "top1_gain"]:
+        text += "\n\nDid pretraining help? Points of accuracy, over seeds that differ in labels and training\n"
+        text += "\n".join(f"  {line}" for line in answers)
     records = [
         {**known, "method": cell.method, "budget": cell.budget, "metric": cell.metric}
         | {name: value for name, value in cell.row.items() if name not in (*known, "metric")}
@@ -82,6 +85,17 @@ def write(
     points = [(c.method, images(c.budget), c.row["value"], c.row["spread"]) for c in cells if c.metric == "top1"]
     picture.draw(points, out / "ladder.png", str(known["run"]))
     return text
+
+
+def answer(cell: Cell) -> str:
+    """A gain in a sentence: with its interval where there are seeds for one, and whether that leaves out zero."""
+    row, where = cell.row, "all labels" if cell.budget == "all" else f"{cell.budget} per class"
+    text = f"{cell.method}, {where}: {percent(row['value'], None, signed=True)}"
+    if row["interval"] is None:
+        return f"{text} with one seed; more seeds would say how far that is chance"
+    low, high = row["interval"]
+    verdict = "it helped" if low > 0 else "it harmed" if high < 0 else "cannot be told from chance"
+    return f"{text}, 95 % interval {100 * low:+.1f} to {100 * high:+.1f} ({row['seeds']} seeds): {verdict}"
 
 
 def percent(value: float, spread: float | None, signed: bool = False) -> str:

@@ -44,8 +44,9 @@ class SharedWork:
     def is_stopped(self) -> bool:
         return self.stop is not None and self.stop.requested
 
-    def run(self, tasks: Iterable[Task]) -> int:
-        """Does what no other process is at, then waits for the others; the exit code."""
+    def run(self, tasks: Iterable[Task], later: int = 0) -> int:
+        """Does what no other process is at, then waits for the others; the exit code. later: size of what comes after
+        these tasks, for the time that is left."""
         wanted = list(tasks)
         left = [task for task in wanted if not task.is_done()]
         while left:
@@ -69,7 +70,7 @@ class SharedWork:
                     self.pace.add(task.size, time.monotonic() - began)
                 finally:
                     let_go(task.folder)
-                self.pace.tell(sum(other.size for other in (*busy, *left[place + 1 :])))
+                self.pace.tell(later + sum(other.size for other in (*busy, *left[place + 1 :])))
             if busy and len(busy) == len(left) and (code := self._wait(len(busy))):
                 return code
             left = busy

@@ -2,7 +2,8 @@
 
 import json
 
-from mpp.ladder_table import Cell, frozen_cells, write
+from mpp.evaluation.scores import summary
+from mpp.ladder_table import Cell, answer, frozen_cells, write
 
 
 def test_a_cell_says_how_many_of_its_seeds_are_done():
@@ -54,3 +55,17 @@ def test_the_table_has_a_column_for_every_budget_and_a_line_for_every_method(tmp
     assert [(row["run"], row["method"], row["budget"], row["value"]) for row in rows] == [
         ("runs/x", "a", 2, 0.5), ("runs/x", "b", "all", 0.25),
     ]  # fmt: skip
+
+
+def test_the_answer_says_whether_the_interval_leaves_out_chance():
+    def told(*values):
+        return answer(Cell("gain over scratch", 10, summary(values), "top1_gain"))
+
+    assert told(0.075, 0.079, 0.087) == (
+        "gain over scratch, 10 per class: +8.0, 95 % interval +6.5 to +9.6 (3 seeds): it helped"
+    )
+    assert told(0.01, 0.09).endswith("(2 seeds): cannot be told from chance")
+    assert told(-0.07, -0.08, -0.075).endswith("it harmed")
+    assert (
+        told(0.05) == "gain over scratch, 10 per class: +5.0 with one seed; more seeds would say how far that is chance"
+    )
