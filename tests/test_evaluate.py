@@ -108,6 +108,26 @@ def test_a_signal_is_heeded_after_each_evaluation_and_what_was_measured_is_kept(
     assert {row["evaluation"] for row in rows_of(tmp_path / "results.jsonl")} == {"knn"}
 
 
+def test_a_signal_in_the_last_evaluation_leaves_nothing_to_stop(run, tmp_path, monkeypatch, capsys):
+    evaluating = job.begin(str(run), asked(f"--out={tmp_path}"))
+    last = type(evaluating.config.evaluations[-1])
+    measure = last.__call__
+
+    def signalled(self, features):
+        yield from measure(self, features)
+        evaluating.runtime.stop.requested = True
+
+    monkeypatch.setattr(last, "__call__", signalled)
+    assert evaluating.go() == 0 and "top-1 accuracy, %" in capsys.readouterr().out
+
+
+def test_what_is_measured_again_stands_there_once(run, tmp_path):
+    for _ in range(2):
+        assert job.begin(str(run), asked(f"--out={tmp_path}")).go() == 0
+    found = rows_of(tmp_path / "results.jsonl")
+    assert len(found) == len({json.dumps([row["evaluation"], row["metric"], row["setting"]]) for row in found})
+
+
 def test_a_bare_file_is_evaluated_with_the_architecture_of_the_recipe(run, tmp_path):
     file = tmp_path / "weights.safetensors"
     shutil.copy(run / "checkpoints" / "00000004" / "model.safetensors", file)

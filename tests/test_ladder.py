@@ -341,3 +341,39 @@ def test_frozen_scores_of_several_settings_stand_side_by_side(run, tmp_path):
     assert job.begin(str(run), config(run, tmp_path / "out", *words)).go() == 0
     text = (tmp_path / "out" / "ladder.txt").read_text()
     assert "kNN (k 1), trained features" in text and "kNN (k 3), untrained features" in text
+
+
+def test_the_rate_that_was_best_on_the_slice_is_chosen_and_of_equal_ones_the_lowest(run, tmp_path):
+    ladder = job.begin(str(run), config(run, tmp_path / "out", "--learning_rates=[1.0e-3, 2.0e-3, 3.0e-3, 4.0e-3]"))
+    start = ladder.rows.starts[0]
+    (tmp_path / "out").mkdir()
+    assert ladder._chosen(start, {1e-3: 0.5, 2e-3: 0.6, 3e-3: 0.6, 4e-3: None}) == 2e-3
+    record = json.loads((tmp_path / "out" / "sweep_mpp.json").read_text())
+    assert (record["chosen"], record["at_edge"]) == (2e-3, False)
+    with pytest.raises(ValueError, match="diverged with each"):
+        ladder._chosen(start, {1e-3: None, 2e-3: None})
+
+
+def test_gains_are_paired_by_seed_and_of_what_is_done_alone(run, tmp_path):
+    ladder = job.begin(str(run), config(run, tmp_path / "out", "--seeds=3", "--budgets=[2]"))
+    ladder.rates = {start.name: 1e-3 for start in ladder.rows.starts}
+    values = {"mpp": [0.5, 0.7, 0.6], "scratch": [0.1, 0.4, None], "scratch_total_compute": [0.6, None, 0.5]}
+    for name, accuracies in values.items():
+        for seed, value in enumerate(accuracies):
+            if value is not None:
+                folder = tmp_path / "out" / "runs" / f"{name}_2_seed{seed}"
+                folder.mkdir(parents=True)
+                row = {"evaluation": "classification", "metric": "top1", "value": value}
+                (folder / "results.jsonl").write_text(json.dumps(row) + "\n")
+    gains = {cell.method: cell.row for cell in ladder._gains()}
+    assert gains["gain over scratch"]["values"] == pytest.approx({0: 0.4, 1: 0.3})
+    assert gains["gain over scratch"]["value"] == pytest.approx(0.35)
+    assert gains["gain over scratch, total compute"]["values"] == pytest.approx({0: -0.1, 2: 0.1})
+    tuned = {cell.method: cell.row["value"] for cell in ladder._tuned_cells()}
+    assert tuned == pytest.approx(
+        {
+            "fine-tuned from MPP": 0.6,
+            "trained from scratch": 0.25,
+            "trained from scratch, total compute": 0.55,
+        }
+    )
