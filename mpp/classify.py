@@ -27,7 +27,7 @@ from mpp.job import Job
 from mpp.kept_weights import KeptWeights
 from mpp.metrics import commit
 from mpp.optim import LearningRate
-from mpp.predictions import open_unlabelled, told_unreadable, write_predictions
+from mpp.predictions import check_out, open_unlabelled, told_unreadable, write_predictions
 from mpp.runtime import Runtime, start
 from mpp.tasks import Classification
 from mpp.trainer import Event
@@ -35,7 +35,7 @@ from mpp.weights import load_into, load_strictly, objective_tensors
 from mpp.words import plural
 
 TOLD = ("top1", "top5", "mean_class_accuracy", "real_top1")
-OWN = ("classification", "imagenet_real")  # evaluations of this job: others may stand in the same file
+EVALUATIONS = ("classification", "imagenet_real")  # evaluations of this job: others may stand in the same file
 LIVE = "state/live.safetensors"
 
 
@@ -82,6 +82,8 @@ class Classifying(Job):
         self.optimizer, self.names = config.optim.build(self.task)
         self.real = self._read_real() if config.real else None
         data = config.data
+        if config.predictions:
+            check_out(config.predictions, "predictions")
         self.unlabelled = open_unlabelled(config.predict, data.channels, data.range) if config.predict else None
         size, order = self.backbone.image_size, Order(len(self.train), train.seed)
         self.train_views = TrainingViews(self._pictures(self.train), order, config.augment, size)
@@ -289,7 +291,7 @@ class Classifying(Job):
         if len(self.skips):
             log(f"{len(self.skips):,} pictures could not be used: {self.skips.file.path}")
         for row in self.files.results.read():
-            if row["evaluation"] in OWN and row["metric"] in TOLD and row["step"] == self.trainer.step:
+            if row["evaluation"] in EVALUATIONS and row["metric"] in TOLD and row["step"] == self.trainer.step:
                 log(f"{row['dataset']} test, {row['metric']}: {100 * row['value']:.2f} % of {row['images']:,} images")
         if self.unlabelled:
             self._predict()

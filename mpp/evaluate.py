@@ -121,7 +121,7 @@ class Evaluating:
                 except (ValueError, FloatingPointError) as error:  # the others are not lost over it
                     say(f"{evaluation.kind} gave no score for the {which} backbone: {error}")
                     failed += 1
-                    continue
+                    found = []
                 finally:
                     self._note(features)
                 file.write_new(found)

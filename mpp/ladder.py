@@ -12,24 +12,35 @@ from pathlib import Path
 from typing import Any
 
 from mpp import classify, evaluate, ladder_table
-from mpp.backbones import build_backbone
-from mpp.classify_recipe import FREE, SCRATCH, ClassifyConfig
-from mpp.config import differences, dump_recipe, load_recipe
-from mpp.data.sources import open_splits, require_labels, require_test_images
+from mpp.classify_recipe import SCRATCH, ClassifyConfig
+from mpp.config import dump_recipe
+from mpp.data.sources import open_splits
 from mpp.durable import check_can_write, make_folder, replace_file
 from mpp.evaluate import EvaluateConfig, recipe_of, run_of
 from mpp.evaluation.features import name_of
 from mpp.evaluation.scores import at_edge, summary
 from mpp.exit_codes import EXIT_FAILED, EXIT_STOPPED
-from mpp.job import share_of
+from mpp.ladder_checks import check_labels, check_rates, check_rows, check_weights
 from mpp.ladder_recipe import Budget, LadderConfig
-from mpp.ladder_rows import DIVERGED, LONGER, MPP, SUPERVISED, Rows, Start, is_done, judged, labels_of, slug, tested
+from mpp.ladder_rows import (
+    DIVERGED,
+    LONGER,
+    MPP,
+    SUPERVISED,
+    Asked,
+    Rows,
+    Start,
+    is_done,
+    judged,
+    rate_of,
+    slug,
+    tested,
+)
 from mpp.pinned import fingerprint, keep_weights
 from mpp.pretrain_recipe import PretrainConfig
 from mpp.shared_work import SharedWork, Task, held
-from mpp.tasks import frozen_modules
 from mpp.weight_files import check_exists
-from mpp.weights import checkpoint_at, load_into
+from mpp.weights import checkpoint_at
 
 
 def begin(weights: str, config: LadderConfig) -> "Ladder":
@@ -54,87 +65,38 @@ class Ladder:
         check_can_write(self.out, "out")
         self.rows = Rows(recipe, config, self.out, self.checkpoint)
         splits = open_splits(self.rows.data)
-        require_labels(splits, "a ladder")
-        require_test_images(splits)
-        self.train, self.heldout = splits.train, splits.heldout
-        for budget in config.budgets:  # too few images of a class are told now
-            try:
-                labels_of(budget, 0).split(self.train)
-            except ValueError as error:
-                raise ValueError(f"budgets: {budget}: {error}") from None
-        self.prints = self._check_weights(weights)
-        self._check_rows()
+        self.train = splits.train
+        check_labels(self.rows, splits)
+        self.prints = {name: check_weights(self.rows, name, spec, splits) for name, spec in self._weights()}
+        self.prints["data"] = f"{splits.train.dataset.fingerprint()}-{splits.heldout.dataset.fingerprint()}"
+        check_rows(self.rows, self.train)
         self.rates: dict[str, float] = {}
-        self.known = _sorted({budget: config.steps_of(budget) for budget in config.budgets})
+        self.asked = self.rows.asked
+        self.code = 0
         self.work = SharedWork()
 
     def go(self) -> int:
         """0 when the table is complete; 75 when a signal ended it before: the same command goes on."""
+        self.work.listen()
         self._pin()
-        later = sum(self.rows.steps(*place) for place in self._places()) * self.config.seeds
+        later = sum(self.rows.steps(*place) for place in self.rows.places()) * self.config.seeds
         code = self.work.run([self._frozen_task(), *self._trials()], later)
         if not code:
             self._choose_rates()
+            check_rates(self.rows, self.rates)
             code = self.work.run(self._entries())
         if code == EXIT_STOPPED:
-            print(
-                f"\nstopped; the same command goes on. So far: {self.out / 'ladder.txt'}" if self.rates else "\nstopped"
-            )
+            table = self.out / "ladder.txt"
+            print("\nstopped; the same command goes on" + (f". So far: {table}" if table.exists() else ""))
         elif not code:
             print(f"\n{self._write()}\n\n{self.out / 'ladder.txt'}, ladder.jsonl, ladder.png")
-        return code
+        return code or self.code
 
-    def _places(self) -> Iterator[tuple[Start, Budget]]:
-        """The cells of fine-tuned runs that are asked for."""
-        for start in self.rows.starts:
-            for budget in self.config.budgets:
-                yield start, budget
-
-    def _check_weights(self, weights: str) -> dict[str, str]:
-        """A hash of each start's weights in this backbone, and of the data. ValueError for weights that do not fit it:
-        now, not after the rows before them."""
-        found, asked = {}, self.config.finetune
-        for name, spec in ((MPP, weights), (SUPERVISED, self.config.supervised)):
-            if spec is not None:
-                backbone = build_backbone(self.rows.backbone, self.rows.data.channels, seed=0)
-                try:
-                    load_into(backbone, spec, asked.resampling)
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error} (the backbone is that of {self.run}, for every row)") from None
-                backbone.check_readout((asked.pool,), (-1,))
-                frozen_modules(backbone, asked.frozen_blocks)
-                found[name] = fingerprint(backbone)
-        return found | {"data": f"{self.train.dataset.fingerprint()}-{self.heldout.dataset.fingerprint()}"}
-
-    def _check_rows(self) -> None:
-        """ValueError for what a row would refuse, or for rows that stand there and were made otherwise."""
-        rate = self.config.finetune.optim.lr
-        for start, budget in self._places():
-            for seed in range(self.config.seeds):
-                self._check_row(self.rows.row(start, budget, seed, rate))
-        for start in self.rows.starts:
-            for trial in (self.rows.trial(start, rate) for rate in self.rows.rates(start)):
-                try:
-                    trial.labels.split(self.train)
-                except ValueError as error:
-                    raise ValueError(f"choose_on: {self.config.choose_on:g} of the first budget: {error}") from None
-                self._check_row(trial)
-
-    def _check_row(self, asked: ClassifyConfig) -> None:
-        for name, message in asked.faults():
-            raise ValueError(f"finetune.{name}: {message}")
-        share = share_of(asked.train, 0, 1)
-        if asked.mix and share.micro_batch_size < 2:
-            raise ValueError("finetune.mix: takes a second image from the micro-batch, and it has one")
-        assert asked.out is not None
-        if (recipe := asked.out / "recipe.yaml").exists():
-            stored = load_recipe(ClassifyConfig, [str(recipe)])
-            free = FREE | {"init", "optim.lr"}  # pinned by hash; chosen by the sweep
-            if changes := differences(stored, asked, free):
-                raise ValueError(
-                    f"{self.out} has rows of another recipe ({asked.out.name}): {'; '.join(changes)}. Take the changes "
-                    f"back, or begin another ladder with --out"
-                )
+    def _weights(self) -> Iterator[tuple[str, str]]:
+        """The starts that have weights of their own, and these."""
+        yield MPP, str(self.checkpoint.path)
+        if self.config.supervised:
+            yield SUPERVISED, self.config.supervised
 
     def _pin(self) -> None:
         """A copy of the weights, so that all rows are of the same ones whatever becomes of the run.
@@ -145,39 +107,62 @@ class Ladder:
         file, now = self.out / "ladder.json", {"run": str(self.run), "step": self.checkpoint.step} | self.prints
         with held(self.out):
             before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-            for name, stamp in self.prints.items():
-                if before.get(name, stamp) != stamp:
-                    what = "data" if name == "data" else f"weights for {name}"
-                    copy = f"Go on with the ladder's own copy: tools/ladder.py {self.rows.weights} ... --out {self.out}"
-                    raise ValueError(
-                        f"{self.out} was begun with other {what} (the run: {before['run']}, step {before['step']:,}); "
-                        f"{self.run} is at step {self.checkpoint.step:,}. "
-                        f"{copy if name == MPP else 'Take the change back'}, or name another folder with --out"
-                    )
-            self.known = _sorted(_budgets_of(before) | self.known)  # the table keeps what was asked for before
-            text = json.dumps((before | self.prints if before else now) | {"steps": self.known})
-            replace_file(file, [text.encode()])
+            for name in (name for name, stamp in self.prints.items() if before.get(name, stamp) != stamp):
+                raise ValueError(f"{self.out} was begun with {self._told_other(name, before)}")
+            self.asked = Asked.of(before).joined(self.asked)
+            document = (before | self.prints if before else now) | self.asked.document()
+            replace_file(file, [json.dumps(document, indent=1).encode()])
             keep_weights(self.checkpoint, self.run / "recipe.yaml", self.rows.weights)
+
+    def _told_other(self, name: str, before: dict[str, Any]) -> str:
+        """What differs from the ladder's beginning, and what to do."""
+        advice = "Take the change back"
+        if name == MPP:
+            now = f"{self.run} is at step {self.checkpoint.step:,}"
+            name = f"other weights, of {before['run']} at step {before['step']:,}, and {now}"
+            advice = f"Go on with the ladder's own copy: tools/ladder.py {self.rows.weights} ... --out {self.out}"
+        elif name == SUPERVISED:
+            name = f"other weights in {self.config.supervised}"
+        return f"{'other data' if name == 'data' else name}. {advice}, or name another folder with --out"
+
+    def _recall(self) -> Asked:
+        """What has been asked for by now, also by processes that share this ladder."""
+        pinned = json.loads((self.out / "ladder.json").read_text(encoding="utf-8"))
+        self.asked = Asked.of(pinned).joined(self.rows.asked)
+        return self.asked
 
     def _frozen_task(self) -> Task:
         """Few-shot at every budget, and the other frozen scores, trained beside untrained; once."""
         folder = self.out / "frozen"
-        evaluations = self.config.evaluations(tuple(self.known))
-        threads, data = self.config.finetune.train.threads, self.rows.data
-        asked = EvaluateConfig(out=folder, data=data, baseline="random", evaluations=evaluations, threads=threads)
-        done, text = folder / "done.yaml", dump_recipe(replace(asked, out=None))  # a ladder can be moved
+        done = folder / "done.yaml"
+
+        def asked() -> EvaluateConfig:
+            known = self._recall()
+            evaluations = self.config.evaluations(tuple(known.steps), known.seeds)
+            threads, data = self.config.finetune.train.threads, self.rows.data
+            return EvaluateConfig(out=folder, data=data, baseline="random", evaluations=evaluations, threads=threads)
+
+        def text(config: EvaluateConfig) -> str:
+            return dump_recipe(replace(config, out=None, threads=None))  # a ladder can be moved
 
         def do() -> int:
+            config = asked()
+            done.unlink(missing_ok=True)
             (folder / "results.jsonl").unlink(missing_ok=True)
-            job = evaluate.begin(str(self.rows.weights), asked)
+            job = evaluate.begin(str(self.rows.weights), config)
             self.work.heed(job.runtime.stop)
             code = job.go()
-            if code not in (0, EXIT_FAILED):
-                return code
-            replace_file(done, [text.encode()])
-            return 0  # a score without an answer is told, stays empty, and costs no fine-tuning
+            if code == EXIT_FAILED:  # a score without an answer is told, and costs no fine-tuning
+                self.code = EXIT_FAILED
+                return 0
+            if not code:
+                replace_file(done, [text(config).encode()])
+            return code
 
-        return Task(folder, do, "frozen features", lambda: done.exists() and done.read_text(encoding="utf-8") == text)
+        def is_done() -> bool:
+            return done.exists() and done.read_text(encoding="utf-8") == text(asked())
+
+        return Task(folder, do, "frozen features", is_done)
 
     def _trials(self) -> Iterator[Task]:
         """A run for every learning rate and start; one that diverges is out, and told."""
@@ -197,7 +182,7 @@ class Ladder:
         ValueError where all of them diverged.
         """
         if not found:
-            return self.rates[SCRATCH] if start.more_steps else self.config.finetune.optim.lr
+            return self.rates[SCRATCH] if start.more_steps else self.rows.plain_rate
         good = {rate: value for rate, value in found.items() if value is not None}
         if not good:
             raise ValueError(f"learning_rates: {start.name} diverged with each of {list(found)}; try lower ones")
@@ -221,10 +206,12 @@ class Ladder:
 
     def _task(self, asked: ClassifyConfig, title: str, trial: bool = False) -> Task:
         """One fine-tuning. Its exit code is that of a stop also where the signal came with its last save."""
-        assert asked.out is not None
-        out = asked.out
+        out, steps = asked.out, asked.train.steps
+        assert out is not None and steps is not None
 
         def do() -> int:
+            if asked.init == self.config.supervised and fingerprint(asked.init) != self.prints[SUPERVISED]:
+                raise ValueError(f"{asked.init} has other weights than when the ladder was begun; put them back")
             job = classify.begin(asked, is_part=True)
             self.work.heed(job.runtime.stop)
             try:
@@ -236,58 +223,53 @@ class Ladder:
                 replace_file(out / DIVERGED, [str(error).encode()])
                 return 0
             if not code and not trial:
-                print(f"test accuracy {100 * (tested(out) or 0.0):.2f} %")
+                accuracy = tested(out, steps)
+                assert accuracy is not None, f"{out} is finished, and was not tested"
+                print(f"test accuracy {100 * accuracy:.2f} %")
                 self._write()
             return code or (EXIT_STOPPED if job.runtime.stop.requested else 0)
 
-        assert asked.train.steps is not None
-        return Task(out, do, title, lambda: is_done(asked), asked.train.steps)
+        return Task(out, do, title, lambda: is_done(asked), steps)
 
     def _results(self, start: Start, budget: Budget) -> dict[int, float]:
         """seed -> test accuracy of the fine-tuned runs that are done."""
-        found = {seed: tested(self.rows.folder(start, budget, seed)) for seed in range(self.config.seeds)}
+        steps = self.asked.steps[budget] + start.more_steps
+        found = {seed: tested(self.rows.folder(start, budget, seed), steps) for seed in range(self.asked.seeds)}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def _tuned_cells(self) -> Iterator[ladder_table.Cell]:
         """Fine-tuned from every start, at every budget of which a seed is done."""
-        for start in self.rows.starts:
-            for budget, steps in self.known.items():
+        for start in self.asked.starts.values():
+            for budget, steps in self.asked.steps.items():
                 if values := self._results(start, budget):
-                    made = {"wanted_seeds": self.config.seeds, "values": values, "init": start.init}
-                    made |= {"learning_rate": self.rates[start.name], "steps": steps + start.more_steps}
+                    rates = sorted({rate_of(self.rows.folder(start, budget, seed)) for seed in values})
+                    made = {"wanted_seeds": self.asked.seeds, "values": values, "init": start.init}
+                    made |= {"learning_rate": rates[0] if len(rates) == 1 else rates, "steps": steps + start.more_steps}
                     yield ladder_table.Cell(start.title, budget, summary(list(values.values())) | made)
 
     def _gains(self) -> Iterator[ladder_table.Cell]:
         """Points of accuracy over each other start, paired by seed."""
-        by_name = {start.name: start for start in self.rows.starts}
+        starts = self.asked.starts
         for name in (SCRATCH, LONGER, SUPERVISED):
-            for budget in self.known if name in by_name else ():
-                ours, theirs = (self._results(by_name[one], budget) for one in (MPP, name))
+            for budget in self.asked.steps if name in starts else ():
+                ours, theirs = (self._results(starts[one], budget) for one in (MPP, name))
                 if seeds := sorted(ours.keys() & theirs.keys()):
                     values = {seed: ours[seed] - theirs[seed] for seed in seeds}
-                    row = summary(list(values.values())) | {"wanted_seeds": self.config.seeds, "values": values}
+                    row = summary(list(values.values())) | {"wanted_seeds": self.asked.seeds, "values": values}
                     yield ladder_table.Cell(f"gain over {name}", budget, row, "top1_gain")
 
     def _write(self) -> str:
         """The table as it is now, to its files and as text."""
         about = {"run": str(self.run), "step": self.checkpoint.step, "dataset": name_of(self.rows.data)}
         with held(self.out):
-            cells = [*ladder_table.frozen_cells(self.out / "frozen" / "results.jsonl"), *self._tuned_cells()]
-            return ladder_table.write(self.out, about, list(self.known), [*cells, *self._gains()], self._images)
+            self._recall()
+            scores = self.out / "frozen" / "results.jsonl"
+            cells = [*ladder_table.frozen_cells(scores, about["dataset"]), *self._tuned_cells()]
+            return ladder_table.write(self.out, about, list(self.asked.steps), [*cells, *self._gains()], self._images)
 
     def _images(self, budget: Budget) -> int:
         """Labelled images of a budget, for the picture's axis."""
         return len(self.train) if budget == "all" else budget * len(self.train.classes or ())
-
-
-def _budgets_of(pinned: dict[str, Any]) -> dict[Budget, int]:
-    """Budgets, and their steps, that a ladder has been asked for so far."""
-    return {budget if budget == "all" else int(budget): steps for budget, steps in pinned.get("steps", {}).items()}
-
-
-def _sorted(budgets: dict[Budget, int]) -> dict[Budget, int]:
-    """Fewest labels first."""
-    return dict(sorted(budgets.items(), key=lambda one: float("inf") if one[0] == "all" else one[0]))
 
 
 def _told(budget: Budget) -> str:

@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Lt, MinLen
 from mpp.architectures import ImageSize
 from mpp.classify_recipe import ClassifyConfig
 from mpp.data.sources import Source
+from mpp.evaluation.checks import repeats
 from mpp.evaluation.fewshot import FewShot
 from mpp.evaluation.kinds import Evaluation
 from mpp.evaluation.knn import KNN
@@ -50,8 +51,8 @@ class LadderConfig:
     dropout: Annotated[float, Ge(0), Lt(1)] | None = None
     """dropout of the fine-tuned backbone, for every start; null = that of the pretraining"""
     learning_rates: tuple[Annotated[float, Gt(0)], ...] = ()
-    """swept alike for every start, on seed 0 of the first budget, chosen on a slice of its labels; none = optim.lr"""
-    choose_on: Annotated[float, Gt(0)] = 0.2
+    """swept alike for every start, on seed 0 of the first budget, chosen on a slice of its labels; none: optim.lr"""
+    choose_on: Annotated[float, Gt(0), Lt(1)] = 0.2
     """share of the first budget's labels that the sweep is judged on"""
     total_compute: bool = True
     """one more row from scratch, given the images that pretraining saw as further steps, at the rate of scratch"""
@@ -65,6 +66,8 @@ class LadderConfig:
             if getattr(self.finetune, name) != getattr(unset, name):
                 yield f"finetune.{name}", f"is the ladder's own in each of its runs; {OWN.get(name, 'leave it out')}"
         for place, one in enumerate(self.frozen):
+            if isinstance(one, FewShot):
+                yield f"frozen.{place}", "is few-shot, which comes by itself at every budget; leave it out"
             if isinstance(one, KNN | LinearProbe) and (one.shots, one.seeds) != (("all",), 1):
                 yield f"frozen.{place}.shots", "are the ladder's budgets, and seeds its seeds; leave both out"
         if self.finetune.train.extend:
@@ -75,19 +78,16 @@ class LadderConfig:
             yield "finetune.train.steps", "is null, and rows of equal length need a number of steps"
         if self.steps and len(self.steps) != len(self.budgets):
             yield "steps", f"{len(self.steps)} numbers for {len(self.budgets)} budgets; give one for each, or none"
-        if len(set(self.budgets)) < len(self.budgets):
-            yield "budgets", "names one twice"
-        if not 0 < self.choose_on < 1:
-            yield "choose_on", f"{self.choose_on:g} is no share between 0 and 1"
+        yield from repeats(budgets=self.budgets, learning_rates=self.learning_rates, frozen=self.frozen)
 
-    def evaluations(self, budgets: Sequence[Budget]) -> tuple[Evaluation, ...]:
+    def evaluations(self, budgets: Sequence[Budget], seeds: int) -> tuple[Evaluation, ...]:
         """The frozen-feature scores, at every budget and on all; a probe that chooses needs two images of a class."""
-        found: list[Any] = [FewShot(shots=tuple(budgets), seeds=self.seeds)]
+        found: list[Any] = [FewShot(shots=tuple(budgets), seeds=seeds)]
         for one in self.frozen:
             if isinstance(one, KNN | LinearProbe):
                 is_choosing = isinstance(one, LinearProbe) and len(one.solver.sweep[1]) > 1
                 few = tuple(budget for budget in budgets if budget != "all" and (budget > 1 or not is_choosing))
-                found.append(replace(one, shots=(*few, "all"), seeds=self.seeds))
+                found.append(replace(one, shots=(*few, "all"), seeds=seeds))
             else:
                 found.append(one)
         return tuple(found)

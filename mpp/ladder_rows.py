@@ -1,9 +1,11 @@
 """The ladder's rows: the ways to begin a fine-tuning, and the recipe of each fine-tuned run."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from mpp.checkpoint import Checkpoint, is_valid, places, step_of
 from mpp.classify_recipe import SCRATCH, ClassifyConfig
@@ -35,6 +37,39 @@ class Start:
     def title(self) -> str:
         """Its name in the table."""
         return TITLES[self.name]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """All that a ladder has been asked for, by whichever command and process: what its table shows."""
+
+    steps: dict[Budget, int]
+    """of the fine-tuning at each budget, fewest labels first"""
+    seeds: int
+    starts: dict[str, Start]
+
+    def joined(self, later: "Asked") -> "Asked":
+        steps = self.steps | later.steps
+        ordered = sorted(steps, key=lambda budget: float("inf") if budget == "all" else budget)
+        starts = self.starts | later.starts
+        return Asked(
+            {budget: steps[budget] for budget in ordered},
+            max(self.seeds, later.seeds),
+            {name: starts[name] for name in TITLES if name in starts},
+        )
+
+    def document(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> "Asked":
+        """The inverse of `document`; nothing asked for where there is none."""
+        steps: dict[Budget, int] = {}
+        for budget, count in document.get("steps", {}).items():  # JSON has no other keys than strings
+            steps["all" if budget == "all" else int(budget)] = count
+        starts = {name: Start(**start) for name, start in document.get("starts", {}).items()}
+        return cls(steps, document.get("seeds", 0), starts)
 
 
 class Rows:
@@ -73,9 +108,21 @@ class Rows:
         share = before[0] * before[1] / (now[0] * now[1])
         return round(seen * share / self.config.finetune.train.batch_size)
 
+    def places(self) -> Iterator[tuple[Start, Budget]]:
+        """The cells of fine-tuned runs that are asked for."""
+        for start in self.starts:
+            for budget in self.config.budgets:
+                yield start, budget
+
     def steps(self, start: Start, budget: Budget) -> int:
         """Fine-tuning steps of a row."""
         return self.config.steps_of(budget) + start.more_steps
+
+    @property
+    def asked(self) -> Asked:
+        """What this command asks for."""
+        steps: dict[Budget, int] = {budget: self.config.steps_of(budget) for budget in self.config.budgets}
+        return Asked({}, 0, {}).joined(Asked(steps, self.config.seeds, {start.name: start for start in self.starts}))
 
     def row(self, start: Start, budget: Budget, seed: int, rate: float) -> ClassifyConfig:
         """The recipe of one entry of the table."""
@@ -88,12 +135,18 @@ class Rows:
     def trial(self, start: Start, rate: float) -> ClassifyConfig:
         """The recipe of one learning rate of the sweep: judged on a part of the first budget's labels."""
         budget = self.config.budgets[0]
-        out = self.out / "runs" / f"{slug(start.name)}_{budget}_seed0_choose_lr{rate:g}"
+        out = self.out / "runs" / f"{slug(start.name)}_{budget}_seed0_choose_lr{rate!r}"
         return self._made(start, budget, 0, rate, out, self.config.choose_on)
 
     def rates(self, start: Start) -> tuple[float, ...]:
         """Learning rates that are tried; none for more steps from scratch, which take the rate of scratch."""
-        return () if start.more_steps else tuple(sorted(self.config.learning_rates))
+        swept = len(self.config.learning_rates) > 1 and not start.more_steps
+        return tuple(sorted(self.config.learning_rates)) if swept else ()
+
+    @property
+    def plain_rate(self) -> float:
+        """The learning rate where none is chosen."""
+        return self.config.learning_rates[0] if len(self.config.learning_rates) == 1 else self.config.finetune.optim.lr
 
     def _made(
         self, start: Start, budget: Budget, seed: int, rate: float, out: Path, validation: float
@@ -116,7 +169,7 @@ def is_done(asked: ClassifyConfig) -> bool:
     run, steps = asked.out, asked.train.steps
     assert run is not None and steps is not None
     if not asked.labels.validation:
-        measured = tested(run) is not None
+        measured = tested(run, steps) is not None
     elif (run / DIVERGED).exists():
         return True
     else:
@@ -125,12 +178,12 @@ def is_done(asked: ClassifyConfig) -> bool:
     return measured and any(is_valid(place, sizes_only=True) for place in saved)
 
 
-def tested(run: Path) -> float | None:
-    """Test accuracy of a finished classification run, None before."""
+def tested(run: Path, steps: int) -> float | None:
+    """Test accuracy of a classification run at its end, None before."""
     found = [
         row["value"]
         for row in JsonLines(run / "results.jsonl").read()  # evaluate adds rows of its own kinds to the same file
-        if row["evaluation"] == "classification" and row["metric"] == "top1"
+        if (row["evaluation"], row["metric"], row["step"]) == ("classification", "top1", steps)
     ]
     return found[-1] if found else None
 
@@ -143,6 +196,11 @@ def judged(run: Path | None) -> float | None:
     name = "validation_accuracy"
     found = [row[name] for row in JsonLines(run / "metrics.jsonl").read() if row.get(name) is not None]
     return found[-1] if found else None
+
+
+def rate_of(run: Path) -> float:
+    """The learning rate that a run was made with."""
+    return float(yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))["optim"]["lr"])
 
 
 def labels_of(budget: Budget, seed: int) -> All | PerClass:

@@ -32,17 +32,17 @@ class Cell:
         return percent(self.row["value"], self.row["spread"], signed=self.metric == "top1_gain") + missing
 
 
-def frozen_cells(file: Path) -> Iterator[Cell]:
+def frozen_cells(file: Path, dataset: str) -> Iterator[Cell]:
     """Frozen features, trained and untrained, as evaluate wrote them.
 
     A method's name says whatever tells it from others of its kind: k, penalty, layer, data. Frozen scores draw images
-    of their own, not those of the fine-tuning.
+    of their own, not those of the fine-tuning. dataset: the ladder's, which is not said.
     """
     rows = [row for row in JsonLines(file).read() if row["metric"] == "top1"]
     for row in rows:
         alike = [other for other in rows if other["evaluation"] == row["evaluation"]]
         differ = [f"{key} {value}" for key, value in row["setting"].items() if key != "shots" and _differs(key, alike)]
-        if len({other["dataset"] for other in alike}) > 1:
+        if row["dataset"] != dataset:
             differ.append(f"on {row['dataset']}")
         kind = str(row["evaluation"])
         name = NAMES.get(kind, kind) + (f" ({', '.join(differ)})" if differ else "")
@@ -65,7 +65,7 @@ def write(
 
     known: what every line of ladder.jsonl says. images: labelled images of a budget, for the picture's axis.
     """
-    budgets = list(dict.fromkeys((*budgets, *(cell.budget for cell in cells))))
+    budgets = sorted({*budgets, *(cell.budget for cell in cells)}, key=lambda b: float("inf") if b == "all" else b)
     texts = {(cell.method, cell.budget): cell.text for cell in cells}
     names = dict.fromkeys(cell.method for cell in cells)
     body = [[name, *(texts.get((name, budget), "-") for budget in budgets)] for name in names]
@@ -76,13 +76,17 @@ def write(
         text += "\n".join(f"  {line}" for line in answers)
     records = [
         {**known, "method": cell.method, "budget": cell.budget, "metric": cell.metric}
-        | {name: value for name, value in cell.row.items() if name not in (*known, "metric")}
+        | {name: value for name, value in cell.row.items() if name not in ("run", "step", "metric")}
         | {"commit": commit()}
         for cell in cells
     ]
     replace_file(out / "ladder.jsonl", ["".join(json.dumps(record) + "\n" for record in records).encode()])
     replace_file(out / "ladder.txt", [(text + "\n").encode()])
-    points = [(c.method, images(c.budget), c.row["value"], c.row["spread"]) for c in cells if c.metric == "top1"]
+    points = [
+        (cell.method, images(cell.budget), cell.row["value"], cell.row["spread"])
+        for cell in cells
+        if cell.metric == "top1" and cell.row.get("dataset", known["dataset"]) == known["dataset"]
+    ]
     picture.draw(points, out / "ladder.png", str(known["run"]))
     return text
 

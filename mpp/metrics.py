@@ -5,13 +5,10 @@ import math
 import os
 import statistics
 import subprocess
-import sys
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from mpp.durable import belongs
 
 Row = dict[str, Any]
 USUAL = {"pool": "mean", "layer": -1}  # of an evaluation's setting: not told in a table where nothing else is asked
@@ -40,10 +37,10 @@ class JsonLines:
             file.seek(0)
             text = file.read()
             begin = text.rfind(b"\n") + 1
-            if belongs(text[begin:], sys.maxsize):
-                file.write(b"\n")
-            else:
+            if _row(text[begin:]) is None:
                 file.truncate(begin)
+            else:
+                file.write(b"\n")
 
     def write_new(self, records: Iterable[Row], ignoring: Collection[str] = ("seconds", "commit")) -> None:
         """As `write`, without those that stand there already, whatever they took: what a killed process had made up
@@ -75,16 +72,21 @@ class JsonLines:
         lines = [line for line in self.path.read_bytes().splitlines() if line.strip()]
         rows = []
         for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError("no JSON object")
-            except ValueError as error:
-                if number < len(lines):
-                    raise ValueError(f"{self.path}, line {number}: {error}; mend or remove it") from None
-                break
-            rows.append(row)
+            row = _row(line)
+            if row is not None:
+                rows.append(row)
+            elif number < len(lines):
+                raise ValueError(f"{self.path}, line {number}: is no JSON object; mend or remove it")
         return rows
+
+
+def _row(line: bytes) -> Row | None:
+    """A line's object; None where it is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def plain(record: Row) -> Row:

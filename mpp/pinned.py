@@ -5,16 +5,24 @@ import os
 import shutil
 from pathlib import Path
 
-from mpp.backbones import Backbone
-from mpp.checkpoint import Checkpoint, folder_name
+import torch
+
+from mpp.checkpoint import Checkpoint, folder_name, is_valid, places
 from mpp.durable import make_folder, replace_file, temporary
+from mpp.weight_files import read
 
 
 def keep_weights(checkpoint: Checkpoint, recipe: Path, folder: Path) -> None:
-    """A run of its own with one checkpoint and its recipe; whole or not there. Files are linked where the disk can."""
+    """A run of its own with one checkpoint and its recipe; whole or not there. Files are linked where the disk can.
+
+    One that was damaged since is made again. ValueError where the folder holds another checkpoint.
+    """
     place = folder / "checkpoints" / folder_name(checkpoint.step)
-    if place.exists():
+    if others := [other for other in places(folder) if other != place]:
+        raise ValueError(f"{folder} holds another checkpoint, {others[0].name}; name another folder with --out")
+    if place.exists() and (place.samefile(checkpoint.path) or is_valid(place)):
         return
+    shutil.rmtree(place, ignore_errors=True)
     make_folder(place.parent)
     replace_file(folder / "recipe.yaml", [recipe.read_bytes()])
     fresh = temporary(place)
@@ -33,10 +41,10 @@ def linked(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def fingerprint(backbone: Backbone) -> str:
-    """A hash of all weights, by name."""
+def fingerprint(spec: str) -> str:
+    """A hash of all stored weights, by name; whatever image size they will be opened at."""
     found = hashlib.sha256()
-    for name, tensor in backbone.model.state_dict().items():
+    for name, tensor in sorted(read(spec).tensors.items()):
         found.update(name.encode())
-        found.update(tensor.contiguous().numpy().tobytes())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

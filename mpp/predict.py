@@ -12,12 +12,11 @@ from mpp.architectures import ImageSize
 from mpp.backbones import choose_attention
 from mpp.data.loader import FixedViews, Pictures
 from mpp.data.views import View
-from mpp.durable import check_can_write
-from mpp.evaluate import run_of
+from mpp.evaluate import recipe_of, run_of
 from mpp.evaluation.scoring import score
 from mpp.exit_codes import EXIT_FAILED, EXIT_STOPPED
 from mpp.positions import Resampling
-from mpp.predictions import open_unlabelled, told_unreadable, write_predictions
+from mpp.predictions import check_out, open_unlabelled, told_unreadable, write_predictions
 from mpp.runtime import Runtime, start
 from mpp.weights import load_backbone, stored_classifier
 from mpp.words import plural
@@ -71,11 +70,11 @@ class Predicting:
                 f"{weights} holds no classifier; name a run of tools/finetune.py or pretrain_supervised.py"
             )
         self.classifier = classifier
-        self.range = config.range or classifier.range
-        self.subset = open_unlabelled(config.images, self.backbone.channels, self.range)
         run = run_of(weights)
+        self.range = config.range or classifier.range or (None if run is None else recipe_of(run).data.range)
+        self.subset = open_unlabelled(config.images, self.backbone.channels, self.range)
         self.out = config.out or (Path() if run is None else run) / "predictions.csv"
-        check_can_write(self.out.parent, "out")
+        check_out(self.out, "out")
 
     def go(self) -> int:
         """A CSV file with a row for each image; 0, or 1 where none could be read; 75 where a signal came before."""

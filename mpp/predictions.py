@@ -9,7 +9,7 @@ import numpy as np
 
 from mpp.data.loader import Skipped
 from mpp.data.sources import Folder, Subset
-from mpp.durable import replace_file
+from mpp.durable import check_can_write, replace_file
 from mpp.evaluation.scoring import Scored
 from mpp.words import plural
 
@@ -24,11 +24,18 @@ def open_unlabelled(folder: Path, channels: int, range: tuple[float, float] | No
 def told_unreadable(skipped: Sequence[Skipped], most: int = 10) -> Iterator[str]:
     """The first of the pictures that could not be read, with reasons, as lines for a person."""
     if skipped:
-        yield f"{plural(len(skipped), 'image')} could not be read and has no class:"
+        yield f"{plural(len(skipped), 'image')} could not be read (no class):"
     for one in sorted(skipped, key=lambda skip: skip.id)[:most]:
         yield f"  {one.name}: {one.reason}"
     if len(skipped) > most:
         yield f"  and {len(skipped) - most:,} more: the rows without a class"
+
+
+def check_out(file: Path, option: str) -> None:
+    """ValueError where the CSV file cannot be written; looks only."""
+    if file.is_dir():
+        raise ValueError(f"{option}: {file} is a folder; name a file, such as {file / 'predictions.csv'}")
+    check_can_write(file.parent, option)
 
 
 def write_predictions(path: Path, subset: Subset, scored: Scored, classes: Sequence[str]) -> None:

@@ -36,10 +36,11 @@ def _locked(descriptor: int) -> bool:
 
 def _has_ended(place: Path, steps: int) -> bool:
     """Whether a checkpoint is of a run's end: of its last step, or where it was ended before."""
-    if not checkpoint.is_valid(place, sizes_only=True):
+    try:
+        found = checkpoint.opened(place, sizes_only=True)
+        return found.step >= steps or bool(found.document("state/trainer.json")["trainer"].get("ended"))
+    except checkpoint.CheckpointError:  # `newest` passes over it, and says so
         return False
-    found = checkpoint.Checkpoint(place)
-    return found.step >= steps or bool(found.document("state/trainer.json")["trainer"].get("ended"))
 
 
 class FolderInUse(ValueError):
@@ -185,8 +186,7 @@ class Run:
                 f"train.extend: the run was extended by {extension(stored.train.extend)}; repeat that, with anything "
                 f"new added at its end"
             )
-        done = any(_has_ended(place, facts["steps"]) for place in checkpoint.places(self.path))
-        if split_sensitive and not done:  # of a finished run no batch is left to be split
+        if split_sensitive and not any(_has_ended(place, facts["steps"]) for place in checkpoint.places(self.path)):
             changes += [
                 f"{what}: {before[what]} -> {facts[what]} (dropout, mixed images, or random patches from the batch "
                 f"depend on how a batch is split)"

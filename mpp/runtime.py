@@ -105,7 +105,7 @@ def start(
 ) -> Runtime:
     """The Accelerator, set up once. ValueError when the launcher and the recipe disagree."""
     _check_launcher(precision)
-    _check_trackers(trackers)
+    check_trackers(trackers)
     stop = StopSignal()
     count = threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # `accelerate launch` sets one thread per process, which halves the speed of a 2-core laptop.
@@ -127,8 +127,7 @@ def start(
     # accelerate has no other name for it yet; a user can do nothing about it.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
     _check_world(accelerator)
-    if precision == "fp16" and accelerator.device.type == "cpu":
-        raise ValueError("train.precision: fp16 does not train on a CPU; try bf16 or fp32")
+    check_precision(precision, accelerator.device)
     stop.agree_across(accelerator)
     return Runtime(accelerator, count, stop)
 
@@ -209,7 +208,19 @@ def _check_launcher(precision: Precision) -> None:
         raise ValueError("accelerate launch was told --dynamo_backend; here train.compile decides: --dynamo_backend no")
 
 
-def _check_trackers(names: Sequence[str]) -> None:
+def default_device() -> torch.device:
+    """Where accelerate would train, told without making anything."""
+    is_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    return torch.device("cuda" if torch.cuda.is_available() and not is_cpu else "cpu")
+
+
+def check_precision(precision: Precision, device: torch.device) -> None:
+    """ValueError for a precision that this device does not train in."""
+    if precision == "fp16" and device.type == "cpu":
+        raise ValueError("train.precision: fp16 does not train on a CPU; try bf16 or fp32")
+
+
+def check_trackers(names: Sequence[str]) -> None:
     """accelerate leaves out, silently, a tracker whose package is missing."""
     missing = sorted(set(names) - {str(getattr(name, "value", name)) for name in get_available_trackers()})
     if missing:

@@ -40,6 +40,11 @@ class SharedWork:
         stop.requested |= self.is_stopped
         self.stop = stop
 
+    def listen(self) -> None:
+        """Signals are heeded from now on, before the first job brings its own."""
+        if self.stop is None:
+            self.stop = StopSignal()
+
     @property
     def is_stopped(self) -> bool:
         return self.stop is not None and self.stop.requested
@@ -48,6 +53,7 @@ class SharedWork:
         """Does what no other process is at, then waits for the others; the exit code. later: size of what comes after
         these tasks, for the time that is left."""
         wanted = list(tasks)
+        self.listen()
         left = [task for task in wanted if not task.is_done()]
         while left:
             busy = []
@@ -81,10 +87,7 @@ class SharedWork:
         if not self.is_waiting:
             print(f"waiting    {count} of its runs are made by other processes")
         self.is_waiting = True
-        try:
-            time.sleep(seconds)
-        except KeyboardInterrupt:  # before the first job of this process installed its own handler
-            return EXIT_STOPPED
+        time.sleep(seconds)
         return EXIT_STOPPED if self.is_stopped else 0
 
 

@@ -33,6 +33,14 @@ SHAPE = ("patch_size", "embed_dim", "depth", "num_heads")  # named alike in a re
 TOLERANCE = 1e-5  # of pixel statistics: config.json has six digits
 
 
+class Misfit(ValueError):
+    """Weights that are of another network than the one they should fill; `advice` is for a recipe with a backbone."""
+
+    def __init__(self, message: str, advice: str):
+        super().__init__(f"{message}; {advice}")
+        self.message = message
+
+
 def load_backbone(
     spec: str,
     *,
@@ -158,6 +166,11 @@ def _check_resizable(backbone: Backbone, where: str) -> None:
         )
 
 
+def _word(value: Any) -> str:
+    """As on a command line."""
+    return f"'{list(value)}'" if isinstance(value, tuple | list) else str(value)
+
+
 def _check_same(stored: Stored, backbone: Backbone) -> None:
     _check_channels(stored, backbone.channels)
     _check_pixels(stored, backbone)
@@ -176,9 +189,10 @@ def _check_pixels(stored: Stored, backbone: Backbone) -> None:
     """Other statistics would shift every input."""
     for what, theirs, ours in (("mean", stored.mean, backbone.mean), ("std", stored.std, backbone.std)):
         if any(abs(a - b) > TOLERANCE for a, b in zip(theirs, ours.tolist(), strict=True)):
-            raise ValueError(
+            raise Misfit(
                 f"{stored.where} was trained with a pixel {what} of {list(theirs)}, and this backbone has "
-                f"{[round(value, 6) for value in ours.tolist()]}; set backbone.pixel_{what}: {list(theirs)}"
+                f"{[round(value, 6) for value in ours.tolist()]}",
+                f"set backbone.pixel_{what}: {list(theirs)}",
             )
 
 
@@ -192,11 +206,12 @@ def _check_architecture(stored: Stored, backbone: Backbone) -> None:
         pair_of = stored.arguments.get(key, "its default"), ours.get(key, "its default")
         if pair_of[0] != pair_of[1]:
             differences.append(f"{key} {pair_of[0]} instead of {pair_of[1]}")
-            advice += [f"--backbone.{key} {pair_of[0]}"] if key in SHAPE and key in stored.arguments else []
+            advice += [f"--backbone.{key} {_word(pair_of[0])}"] if key in SHAPE and key in stored.arguments else []
     if differences and not _same_function(stored, backbone):
-        raise ValueError(
-            f"{stored.where} is of another architecture ({_some(differences)}); use its own"
-            f"{f' ({chr(32).join(advice)})' if advice else ''}, or weights of this one"
+        told = f" ({' '.join(advice)})" if advice else ""
+        raise Misfit(
+            f"{stored.where} is of another architecture ({_some(differences)})",
+            f"use its own{told}, or weights of this one",
         )
 
 

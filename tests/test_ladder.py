@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from mpp import ladder as job
 from mpp import pretrain as pretraining
@@ -159,7 +160,7 @@ def test_one_table_is_of_one_state_of_the_run_and_keeps_a_copy_of_it(run, tmp_pa
     assert (kept / "model.safetensors").read_bytes() == (ladder.checkpoint.path / "model.safetensors").read_bytes()
     pinned = tmp_path / "out" / "ladder.json"
     pinned.write_text(json.dumps(json.loads(pinned.read_text()) | {"step": 2, "mpp": "other"}))
-    with pytest.raises(ValueError, match="other weights for mpp .*step 2"):
+    with pytest.raises(ValueError, match="other weights, of .* at step 2.*own copy"):
         job.begin(str(run), config(run, tmp_path / "out")).go()
 
 
@@ -331,9 +332,12 @@ def test_a_frozen_score_without_an_answer_costs_no_fine_tuning(run, tmp_path, mo
 
     monkeypatch.setattr(KNN, "__call__", none)
     words = ("--learning_rates=[]", "--budgets=[2]", "--seeds=1", "--total_compute=false")
-    assert job.begin(str(run), config(run, tmp_path / "out", *words)).go() == 0
+    assert job.begin(str(run), config(run, tmp_path / "out", *words)).go() == 1
     told = capsys.readouterr().out
     assert "knn gave no score" in told and "fine-tuned from MPP" in told
+    monkeypatch.undo()
+    assert job.begin(str(run), config(run, tmp_path / "out", *words)).go() == 0
+    assert "kNN, trained features" in (tmp_path / "out" / "ladder.txt").read_text()
 
 
 def test_frozen_scores_of_several_settings_stand_side_by_side(run, tmp_path):
@@ -363,8 +367,11 @@ def test_gains_are_paired_by_seed_and_of_what_is_done_alone(run, tmp_path):
             if value is not None:
                 folder = tmp_path / "out" / "runs" / f"{name}_2_seed{seed}"
                 folder.mkdir(parents=True)
-                row = {"evaluation": "classification", "metric": "top1", "value": value}
-                (folder / "results.jsonl").write_text(json.dumps(row) + "\n")
+                steps = 6 + (ladder.rows.starts[2].more_steps if name.endswith("compute") else 0)
+                row = {"evaluation": "classification", "metric": "top1", "value": value, "step": steps}
+                later = row | {"step": steps + 1, "value": 0.99}  # trained on by hand
+                (folder / "results.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(later) + "\n")
+                (folder / "recipe.yaml").write_text("optim: {lr: 1.0e-3}")
     gains = {cell.method: cell.row for cell in ladder._gains()}
     assert gains["gain over scratch"]["values"] == pytest.approx({0: 0.4, 1: 0.3})
     assert gains["gain over scratch"]["value"] == pytest.approx(0.35)
@@ -377,3 +384,161 @@ def test_gains_are_paired_by_seed_and_of_what_is_done_alone(run, tmp_path):
             "trained from scratch, total compute": 0.55,
         }
     )
+
+
+def plain(run, out, *words) -> LadderConfig:
+    """One budget, one seed, two starts; the words say otherwise."""
+    usual = {"learning_rates": "[]", "budgets": "[2]", "seeds": "1", "total_compute": "false"}
+    given = dict(word.removeprefix("--").split("=", 1) for word in words)
+    return config(run, out, *(f"--{name}={value}" for name, value in (usual | given).items()))
+
+
+def rows_of(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "ladder.jsonl").read_text().splitlines()]
+
+
+def test_rows_made_at_another_learning_rate_are_told(run, tmp_path):
+    out = tmp_path / "out"
+    assert job.begin(str(run), plain(run, out)).go() == 0
+    with pytest.raises(ValueError, match=r"optim.lr: 0.001 -> 0.01"):
+        job.begin(str(run), plain(run, out, "--finetune.optim.lr=0.01", "--seeds=2"))
+    other = plain(run, out, "--finetune.optim.lr=0.01", "--budgets=[4]")
+    assert job.begin(str(run), other).go() == 0
+    rates = {row["budget"]: row["learning_rate"] for row in rows_of(out) if row["method"] == "fine-tuned from MPP"}
+    assert rates == {2: 0.001, 4: 0.01}
+
+
+def test_rates_that_a_sweep_chose_later_must_be_those_of_the_rows(run, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert job.begin(str(run), plain(run, out, "--finetune.optim.lr=0.5")).go() == 0
+    swept = plain(run, out, "--learning_rates=[1.0e-3, 3.0e-3]", "--choose_on=0.34")
+    with pytest.raises(ValueError, match=r"rows of another recipe .*optim.lr: 0.5 -> 0.00"):
+        job.begin(str(run), swept).go()
+
+
+def test_one_learning_rate_is_taken_without_a_sweep(run, tmp_path):
+    ladder = job.begin(str(run), plain(run, tmp_path / "out", "--learning_rates=[0.002]"))
+    assert list(ladder._trials()) == []
+    ladder._choose_rates()
+    assert set(ladder.rates.values()) == {0.002}
+
+
+def test_fewer_seeds_or_starts_take_nothing_out_of_the_table(run, tmp_path):
+    out = tmp_path / "out"
+    assert job.begin(str(run), plain(run, out, "--seeds=2", "--total_compute=true")).go() == 0
+    before = (out / "ladder.txt").read_text()
+    assert job.begin(str(run), plain(run, out)).go() == 0
+    assert (out / "ladder.txt").read_text() == before and "total compute" in before
+
+
+def test_a_process_that_was_begun_for_other_budgets_keeps_those_of_all(run, tmp_path):
+    out = tmp_path / "out"
+    first = job.begin(str(run), plain(run, out))
+    first._pin()
+    assert job.begin(str(run), plain(run, out, "--budgets=[4]")).go() == 0
+    frozen = (out / "frozen" / "results.jsonl").read_text()
+    assert first.go() == 0
+    assert {row["budget"] for row in rows_of(out) if row["method"] == "fine-tuned from MPP"} == {2, 4}
+    assert (out / "frozen" / "results.jsonl").read_text() == frozen  # measured once, at both
+
+
+def test_frozen_scores_that_a_signal_cut_short_are_measured_again(run, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert job.begin(str(run), plain(run, out)).go() == 0
+    whole = (out / "ladder.txt").read_text()
+    ladder = job.begin(str(run), plain(run, out, "--seeds=2"))
+    begin = job.evaluate.begin
+
+    def signalled(*arguments):
+        made = begin(*arguments)
+        made.runtime.stop.requested = True
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job.evaluate, "begin", signalled)
+        assert ladder.go() == 75
+    assert job.begin(str(run), plain(run, out)).go() == 0
+    lines = (out / "ladder.txt").read_text().splitlines()
+    assert [line.split("  ")[0] for line in lines] == [line.split("  ")[0] for line in whole.splitlines()]
+
+
+def test_a_checkpoint_that_comes_while_the_data_are_opened_is_not_the_ladder_s(run, tmp_path, monkeypatch):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    opened = job.open_splits
+
+    def meanwhile(source):
+        if not (copy / "checkpoints" / "00000008").exists():
+            recipe = [str(copy / "recipe.yaml"), f"--out={copy}", "--train.extend.steps=4"]
+            assert pretraining.pretrain(load_recipe(PretrainConfig, recipe)) == 0
+        return opened(source)
+
+    monkeypatch.setattr(job, "open_splits", meanwhile)
+    ladder = job.begin(str(copy), plain(run, tmp_path / "out"))
+    ladder._pin()
+    monkeypatch.undo()
+    assert [place.name for place in (tmp_path / "out" / "weights" / "checkpoints").iterdir()] == ["00000004"]
+    job.begin(str(tmp_path / "out" / "weights"), plain(run, tmp_path / "out"))._pin()
+    with pytest.raises(ValueError, match="own copy"):
+        job.begin(str(copy), plain(run, tmp_path / "out"))._pin()
+
+
+def test_supervised_weights_that_change_meanwhile_are_told(run, tmp_path):
+    weights = tmp_path / "weights.safetensors"
+    shutil.copy(run / "checkpoints" / "00000004" / "model.safetensors", weights)
+    ladder = job.begin(str(run), plain(run, tmp_path / "out", f"--supervised={weights}"))
+    tensors = load_file(weights)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, weights)
+    with pytest.raises(ValueError, match="other weights than when the ladder was begun"):
+        ladder.go()
+    with pytest.raises(ValueError, match=r"begun with other weights in .*weights.safetensors"):
+        job.begin(str(run), plain(run, tmp_path / "out", f"--supervised={weights}")).go()
+
+
+def test_another_image_size_is_told_as_such(run, tmp_path):
+    out = tmp_path / "out"
+    assert job.begin(str(run), plain(run, out)).go() == 0
+    with pytest.raises(ValueError, match=r"rows of another recipe .*backbone.image_size"):
+        job.begin(str(run), plain(run, out, "--image_size=48"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--finetune.train.trackers=[wandb]",), "train.trackers: wandb not installed"),
+        (("--finetune.train.precision=fp16",), "fp16 does not train on a CPU"),
+        (("--supervised=timm:test_vit.r160_in1k",), "every row has the backbone of"),
+        (("--frozen=[{kind: linear, layers: [7]}]",), "frozen: linear: .*7"),
+    ],
+)
+def test_what_no_row_could_be_made_with_is_told_before_anything_is_written(run, tmp_path, words, message):
+    with pytest.raises(ValueError, match=message):
+        job.begin(str(run), plain(run, tmp_path / "out", *words))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--frozen=[{kind: fewshot, shots: [2]}]", "frozen.0: is few-shot, which comes by itself"),
+        ("--frozen=[{kind: knn}, {kind: knn}]", "frozen: names .* more than once"),
+        ("--learning_rates=[1.0e-3, 1.0e-3]", "learning_rates: names .* more than once"),
+        ("--budgets=[2, 2]", "budgets: names 2 more than once"),
+        ("--steps=[2, 2, 2]", "steps: 3 numbers for 2 budgets"),
+    ],
+)
+def test_what_would_stand_there_twice_is_refused(run, tmp_path, word, message):
+    with pytest.raises(RecipeError, match=message):
+        config(run, tmp_path / "out", word)
+
+
+def test_no_drop_path_over_that_of_the_pretraining(run, tmp_path):
+    recipe = (run / "recipe.yaml").read_text()
+    try:
+        text = yaml.safe_load(recipe)
+        text["backbone"]["drop_path"] = 0.2
+        (run / "recipe.yaml").write_text(yaml.safe_dump(text))
+        ladder = job.begin(str(run), config(run, tmp_path / "out", "--drop_path=0"))
+        assert ladder.rows.backbone.drop_path == 0.0
+    finally:
+        (run / "recipe.yaml").write_text(recipe)

@@ -33,7 +33,7 @@ def test_a_frozen_score_s_name_says_what_tells_it_from_others_of_its_kind(tmp_pa
         )
     ]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [(cell.method, cell.budget) for cell in frozen_cells(tmp_path / "results.jsonl")] == [
+    assert [(cell.method, cell.budget) for cell in frozen_cells(tmp_path / "results.jsonl", "demo")] == [
         ("kNN (k 3), trained features", 10),
         ("kNN (k 3), trained features", "all"),
         ("kNN (k 9), trained features", "all"),
@@ -47,7 +47,13 @@ def test_the_table_has_a_column_for_every_budget_and_a_line_for_every_method(tmp
         Cell("a", 2, {"value": 0.5, "spread": None, "seeds": 1}),
         Cell("b", "all", {"value": 0.25, "spread": 0.01, "seeds": 2}),
     ]
-    text = write(tmp_path, {"run": "runs/x", "step": 3}, [2], cells, lambda budget: 100 if budget == "all" else 10)
+    text = write(
+        tmp_path,
+        {"run": "runs/x", "step": 3, "dataset": "demo"},
+        [2],
+        cells,
+        lambda budget: 100 if budget == "all" else 10,
+    )
     assert text.splitlines() == ["test accuracy, %  2 per class        all", "a                        50.0          -",
                                  "b                           -  25.0 ±1.0"]  # fmt: skip
     assert (tmp_path / "ladder.txt").read_text() == text + "\n"

@@ -112,5 +112,7 @@ def test_a_signal_leaves_nothing_half_written_and_no_readable_image_is_a_failure
     (tmp_path / "bad" / "x.png").write_bytes(b"no picture")
     assert predict.begin(str(folder / "run"), asked(f"--images={tmp_path / 'bad'}", f"--out={out}")).go() == 1
     assert out.read_text().splitlines()[1] == "x.png,,,,"
+    with pytest.raises(ValueError, match=r"out: .* is a folder; name a file"):
+        predict.begin(str(folder / "run"), asked(f"--images={folder / 'new'}", f"--out={tmp_path}"))
     with pytest.raises(ValueError, match=r"out: .*classes.csv cannot be a folder"):
         predict.begin(str(folder / "run"), asked(f"--images={folder / 'new'}", f"--out={out / 'deeper.csv'}"))

@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 
 from mpp import runtime
-from mpp.runtime import StopSignal, _check_launcher, _check_trackers, _check_world
+from mpp.runtime import StopSignal, _check_launcher, _check_world, check_trackers
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_processes_that_each_believe_to_be_alone_are_an_error_with_the_cure(monk
 
 def test_a_tracker_that_is_not_installed_is_refused_by_name():
     with pytest.raises(ValueError, match="pip install clearml"):
-        _check_trackers(["clearml"])
+        check_trackers(["clearml"])
 
 
 class TestStop:

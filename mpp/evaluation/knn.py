@@ -35,7 +35,7 @@ class KNN:
     layers: Annotated[Layers, MinLen(1)] = (-1,)
     "blocks after which features are taken; -1 is the last; all: every one"
     k: Annotated[tuple[Annotated[int, Ge(1)], ...], MinLen(1)] = (10, 20, 100, 200)
-    "numbers of neighbours; more than there are train images becomes all of them"
+    "numbers of neighbours; where there are fewer train images, all of them: `neighbours` in the row"
     shots: Annotated[tuple[Shots, ...], MinLen(1)] = ("all",)
     "train images per class among which neighbours are sought; all: the full train split"
     seeds: Annotated[int, Ge(1)] = 1
@@ -65,23 +65,38 @@ class KNN:
         seeds = 1 if shots == "all" else self.seeds  # every seed would take the same images
         found = [self._hits(split, draw(split.train_y, shots, seed)) for seed in range(seeds)]
         seconds = round(time.perf_counter() - started, 3)
-        for k, top in found[0]:
+        for k, top in ((k, top) for k in sorted(self.k) for top in tops_of(len(split.classes))):
             yield {
                 "evaluation": self.kind,
                 "dataset": split.name,
                 "setting": {"k": k, "shots": shots, "temperature": self.temperature, **where},
                 "metric": f"top{top}",
-                **summary([hits[k, top] / images for hits in found]),
+                **summary([hits.of(k, top) / images for hits in found]),
                 "images": images,
+                "neighbours": found[0].neighbours(k),
                 "seconds": seconds,
             }
 
-    def _hits(self, split: "Split", chosen: Tensor) -> dict[tuple[int, int], int]:
-        """(k, c) -> hits among the chosen train images; as many neighbours as there are, at most."""
+    def _hits(self, split: "Split", chosen: Tensor) -> "Hits":
+        """Hits by neighbours among the chosen train images."""
         if len(chosen) < len(split.train_y):
             split = replace(split, train_x=split.train_x[chosen], train_y=split.train_y[chosen])
         ks = sorted({min(k, len(chosen)) for k in self.k})
-        return count_hits(split, ks, self.temperature)
+        return Hits(count_hits(split, ks, self.temperature), len(chosen))
+
+
+@dataclass(frozen=True)
+class Hits:
+    """What `count_hits` found among so many train images; where k is more than these, all are neighbours."""
+
+    counts: dict[tuple[int, int], int]
+    images: int
+
+    def neighbours(self, k: int) -> int:
+        return min(k, self.images)
+
+    def of(self, k: int, top: int) -> int:
+        return self.counts[self.neighbours(k), top]
 
 
 def count_hits(split: "Split", ks: list[int], temperature: float, chunk: int = 1024) -> dict[tuple[int, int], int]:

@@ -72,20 +72,21 @@ class LinearProbe:
         self, features: "Features", split: "Split", shots: Shots, where: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
         started, images, tops = time.perf_counter(), len(split.test_y), tops_of(len(split.classes))
-        setting = {"shots": shots, "solver": self.solver.kind, **self.solver.settings, **where}
+        name, values = self.solver.sweep
+        chosen_by = {"validation": self.validation} if len(values) > 1 else {}
+        setting = {"shots": shots, "solver": self.solver.kind, name: list(values), **chosen_by}
+        setting |= {**self.solver.settings, **where}
+        words = told({"shots": shots, "solver": self.solver.kind, **where})
         results = [self._probed(split, shots, seed, features.runtime.device) for seed in range(self._seeds(shots))]
         chosen = [one for _, one in results]
         seconds = round(time.perf_counter() - started, 3)
         if not all(one.get("converged", True) for one in chosen):
             limit = getattr(self.solver, "max_iterations", None)
-            features.runtime.log(
-                f"note       linear on {split.name}, {told(setting)}: not converged in {limit} iterations"
-            )
+            features.runtime.log(f"note       linear on {split.name}, {words}: not converged in {limit} iterations")
         if any(one["at_edge"] for one in chosen):
-            name = self.solver.sweep[0]
-            values = ", ".join(f"{one[name]:g}" for one in chosen)
+            best = ", ".join(dict.fromkeys(f"{one[name]:g}" for one in chosen))
             features.runtime.log(
-                f"note       linear on {split.name}, {told(setting)}: {name} {values} is at the edge of its sweep; a "
+                f"note       linear on {split.name}, {words}: {name} {best} is at the edge of its sweep; a "
                 f"wider one may find better"
             )
         for place, top in enumerate(tops):

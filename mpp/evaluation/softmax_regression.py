@@ -43,7 +43,7 @@ class LBFGS:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Nothing tells one solution from another: there is but one for each penalty."""
+        """Nothing else tells one solution from another: there is but one for each penalty."""
         return {}
 
     @property
@@ -53,7 +53,7 @@ class LBFGS:
     def fit(
         self, x: Tensor, y: Tensor, classes: int, l2: Sequence[float], seed: int, device: torch.device
     ) -> "list[Fit]":
-        """A fit per penalty, in their order; from the largest down, each begins where the last ended."""
+        """A fit per penalty, in their order, on the CPU; from the largest down, each begins where the last ended."""
         whiten = fit_whitening(x)
         rows = _with_ones(whiten, x)
         weight, fits = torch.zeros(rows.shape[1], classes, dtype=torch.float64), {}

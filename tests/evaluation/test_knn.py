@@ -181,6 +181,7 @@ def test_rows_say_what_was_computed():
         "interval": None,
         "seeds": 1,
         "images": 90,
+        "neighbours": 10,
     }
 
 
@@ -207,9 +208,10 @@ def test_top5_is_told_only_where_it_says_something(classes, metrics):
     assert {row["metric"] for row in rows} == metrics
 
 
-def test_more_neighbours_than_images_are_all_of_them_once():
+def test_more_neighbours_than_images_are_all_of_them():
     rows = list(KNN(k=(10, 100, 200))(features_of(clouds(classes=3, train=60))))
-    assert [row["setting"]["k"] for row in rows] == [10, 60]
+    assert [(row["setting"]["k"], row["neighbours"]) for row in rows] == [(10, 10), (100, 60), (200, 60)]
+    assert rows[1]["value"] == rows[2]["value"]
 
 
 def test_one_class_is_refused():
@@ -270,7 +272,8 @@ def test_a_few_labels_are_drawn_with_every_seed_as_few_shot_draws_them():
         values.append(count_hits(few, [3], 0.07)[3, 1] / 90)
     row = next(row for row in rows if (row["setting"]["k"], row["setting"]["shots"]) == (3, 5))
     assert (row["metric"], row["value"], row["seeds"]) == ("top1", sum(values) / 2, 2)
-    assert {row["setting"]["k"] for row in rows if row["setting"]["shots"] == 5} == {3, 5 * len(split.classes)}
+    few = {row["setting"]["k"]: row["neighbours"] for row in rows if row["setting"]["shots"] == 5}
+    assert few == {3: 3, 500: 5 * len(split.classes)}
     assert {row["seeds"] for row in rows if row["setting"]["shots"] == "all"} == {1}
     with pytest.raises(ValueError, match="10000 shots need"):
         list(KNN(shots=(10_000,))(features_of(split)))

@@ -186,7 +186,7 @@ def test_value_spread_and_interval_are_over_draws_of_shots():
     assert few == {
         "evaluation": "linear",
         "dataset": "clouds",
-        "setting": {"shots": 5, "solver": "lbfgs", "pool": "mean", "layer": -1},
+        "setting": {"shots": 5, "solver": "lbfgs", "l2": [0.1], "pool": "mean", "layer": -1},
         "metric": "top1",
         "value": statistics.fmean(values),
         "values": values,
