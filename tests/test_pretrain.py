@@ -304,19 +304,21 @@ def test_a_run_that_never_saved_begins_again(recipe, monkeypatch):
     assert_same_run(config.out, twin.out, 6)
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(recipe, monkeypatch, capsys):
-    overrides = ("--train.checkpoint_every=2", "--train.keep_last=3")
+@pytest.mark.parametrize("name", ["model.safetensors", "state/trainer.json", "config.json"])
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-1], lambda raw: raw[:-9] + bytes([raw[-9] ^ 1]) + raw[-8:]])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(recipe, monkeypatch, capsys, name, damage):
+    overrides = ("--train.checkpoint_every=2", "--train.keep_last=3", "--corruption.pool=batch")
     twin, config = recipe(*overrides, out="twin"), recipe(*overrides)
     assert pretrain(twin) == 0
     with monkeypatch.context() as patch:
         _die_after(patch, 5)
         with pytest.raises(KeyboardInterrupt):
             pretrain(config)
-    weights_file = config.out / "checkpoints" / "00000004" / "model.safetensors"
-    weights_file.write_bytes(weights_file.read_bytes()[:-1])
+    damaged = config.out / "checkpoints" / "00000004" / name
+    damaged.write_bytes(damage(damaged.read_bytes()))
     assert pretrain(config) == 0
     shown = capsys.readouterr().out
-    assert "00000004" in shown and "model.safetensors" in shown and "goes on at step 2" in shown
+    assert "00000004" in shown and name in shown and "goes on at step 2" in shown
     assert_same_run(config.out, twin.out, 6)
 
 
