@@ -1,9 +1,12 @@
 """Tasks shared by processes: each done once, signals heeded between them."""
 
+import os
+import signal
 import subprocess
 import sys
 
 from mpp import shared_work
+from mpp.run_folder import FolderInUse
 from mpp.runtime import StopSignal
 from mpp.shared_work import SharedWork, Task
 
@@ -47,3 +50,12 @@ def test_what_another_process_has_done_meanwhile_is_left(tmp_path, monkeypatch):
     answers = iter([False, True])  # looked at before, and again once the folder is ours
     task = Task(tmp_path, lambda: 1, is_done=lambda: next(answers))
     assert SharedWork().run([task]) == 0
+
+
+def test_a_signal_while_all_that_is_left_is_done_by_others_asks_to_go_on_later(tmp_path, monkeypatch):
+    def refuse(folder, patience):
+        raise FolderInUse(str(folder))
+
+    monkeypatch.setattr(shared_work, "hold", refuse)
+    monkeypatch.setattr(shared_work.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+    assert SharedWork().run([Task(tmp_path, lambda: 0)]) == 75
