@@ -15,6 +15,7 @@ from mpp.evaluation.fewshot import FewShot
 from mpp.evaluation.kinds import Evaluation
 from mpp.evaluation.knn import KNN
 from mpp.evaluation.linear import LinearProbe
+from mpp.words import plural
 
 Budget = Annotated[int, Ge(1)] | Literal["all"]
 OWN = {  # where the ladder has a field of its own for what a fine-tuning names otherwise
@@ -77,7 +78,8 @@ class LadderConfig:
         if self.finetune.train.steps is None:
             yield "finetune.train.steps", "is null, and rows of equal length need a number of steps"
         if self.steps and len(self.steps) != len(self.budgets):
-            yield "steps", f"{len(self.steps)} numbers for {len(self.budgets)} budgets; give one for each, or none"
+            told = f"{plural(len(self.steps), 'number')} for {plural(len(self.budgets), 'budget')}"
+            yield "steps", f"{told}; give one for each, or none"
         yield from repeats(budgets=self.budgets, learning_rates=self.learning_rates, frozen=self.frozen)
 
     def evaluations(self, budgets: Sequence[Budget], seeds: int) -> tuple[Evaluation, ...]:
