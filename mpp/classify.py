@@ -13,7 +13,7 @@ from mpp.averaging import averaged
 from mpp.backbones import build_backbone, choose_attention
 from mpp.checkpoint import Checkpoint
 from mpp.classify_recipe import FREE, SCRATCH, ClassifyConfig
-from mpp.data.budget import check_classes
+from mpp.data.dataset import check_classes
 from mpp.data.loader import FixedViews, TrainingViews
 from mpp.data.order import Order
 from mpp.data.sources import Subset, open_splits, require_labels, require_test_images

@@ -5,8 +5,6 @@ functions of (seed, image id), so a smaller budget of one seed is contained in e
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -159,27 +157,6 @@ def class_labels(subset: Subset) -> np.ndarray:
             f"a class that is never shown cannot be learnt, and leaving it out would renumber the others"
         )
     return labels
-
-
-def check_classes(stored: Sequence[str], found: Sequence[str], where: str) -> None:
-    """ValueError unless `found` are the classes of `stored`, in the same order: their numbers are the labels.
-
-    where: what has the classes `found`, as the message's first words.
-    """
-    if tuple(stored) == tuple(found):
-        return
-    missing, extra = Counter(stored) - Counter(found), Counter(found) - Counter(stored)
-    faults = [f"{word} {listed(part.elements())}" for word, part in (("missing", missing), ("extra", extra)) if part]
-    raise ValueError(
-        f"{where}: expected the {len(stored):,} classes of the model, found {len(found):,}; "
-        f"{'; '.join(faults) or _moved(stored, found)}"
-    )
-
-
-def _moved(stored: Sequence[str], found: Sequence[str], most: int = 5) -> str:
-    pairs = [(number, *pair) for number, pair in enumerate(zip(stored, found, strict=True)) if pair[0] != pair[1]]
-    moved = ", ".join(f"number {number} is {new!r} instead of {old!r}" for number, old, new in pairs[:most])
-    return f"the same names in another order: {moved}" + (" and so on" if len(pairs) > most else "")
 
 
 def _keys(seed: int, ids: np.ndarray, purpose: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,3 +117,24 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     names = list(names)
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(repr(name) for name in names[:most]) + more
+
+
+def check_classes(stored: Sequence[str], found: Sequence[str], where: str) -> None:
+    """ValueError unless `found` are the classes of `stored`, in the same order: their numbers are the labels.
+
+    where: what has the classes `found`, as the message's first words.
+    """
+    if tuple(stored) == tuple(found):
+        return
+    missing, extra = Counter(stored) - Counter(found), Counter(found) - Counter(stored)
+    faults = [f"{word} {listed(part.elements())}" for word, part in (("missing", missing), ("extra", extra)) if part]
+    raise ValueError(
+        f"{where}: expected the {len(stored):,} classes of the model, found {len(found):,}; "
+        f"{'; '.join(faults) or _moved(stored, found)}"
+    )
+
+
+def _moved(stored: Sequence[str], found: Sequence[str], most: int = 5) -> str:
+    pairs = [(number, *pair) for number, pair in enumerate(zip(stored, found, strict=True)) if pair[0] != pair[1]]
+    moved = ", ".join(f"number {number} is {new!r} instead of {old!r}" for number, old, new in pairs[:most])
+    return f"the same names in another order: {moved}" + (" and so on" if len(pairs) > most else "")

@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from mpp.data.dataset import Dataset, SourceFields, Split
+from mpp.data.dataset import Dataset, SourceFields, Split, check_classes
 from mpp.data.demo import Demo
 from mpp.data.folders import ClassFolders, Folder
 from mpp.data.huggingface import HuggingFace
@@ -77,8 +77,6 @@ def open_splits(source: "Source", seed: int = 0) -> Splits:
     if test is None:
         return held_out(train, source.heldout, seed)
     if test.classes is not None and test.classes != train.classes:
-        from mpp.data.budget import check_classes
-
         check_classes(train.classes or (), test.classes, f"{test.description} (train: {train.description})")
     return Splits(train=_whole(train), heldout=_whole(test))
 

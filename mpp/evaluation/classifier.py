@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from mpp.data.budget import check_classes
+from mpp.data.dataset import check_classes
 from mpp.data.loader import FixedViews, Pictures
 from mpp.data.sources import Source
 from mpp.data.views import View

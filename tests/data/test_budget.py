@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mpp.config import RecipeError, dump_recipe, load_recipe
-from mpp.data.budget import All, Budget, PerClass, Total, Vtab1k, check_classes
+from mpp.data.budget import All, Budget, PerClass, Total, Vtab1k
+from mpp.data.dataset import check_classes
 from mpp.data.sources import ClassFolders, Subset, open_splits
 
 KINDS = get_args(get_args(Budget)[0])
