@@ -299,6 +299,8 @@ class Classifying(Job):
         log("\nnext:")
         log(f"  open it in timm:         timm.create_model('local-dir:{folder}', pretrained=True)")
         log(f"  classify new images:     python tools/predict.py {run} --images DIR")
+        if self.config.init != SCRATCH:
+            log(f"  compare with scratch:    the same command with --init scratch --out {run}_scratch")
         if not self.config.early_stopping:
             log(f"  train this run longer:   the same command with {self._longer()}")
 

@@ -83,7 +83,12 @@ def predict_command(doc: str) -> int:
     def read(argv: list[str]) -> Any:
         from mpp.predict import PredictConfig, begin
 
-        if len(argv) > 1 and not argv[0].startswith("-") and Path(argv[1]).is_dir():
+        if (
+            len(argv) > 1
+            and not argv[0].startswith("-")
+            and Path(argv[1]).is_dir()
+            and not (Path(argv[1]) / "recipe.yaml").exists()
+        ):
             raise ValueError(f"{argv[1]} is a folder; new images are named by --images {argv[1]}")
         return begin(*named(PredictConfig, argv, doc, "fine-tuned run, or one of its checkpoints"))
 

@@ -43,7 +43,8 @@ def classification_header(
     counts = np.bincount(train.labels(), minlength=len(task.classes))  # pyright: ignore
     choose = f"{len(validation):,} to choose by" if validation else "none to choose by"
     yield "data", f"{train.dataset.description}; {len(train):,} to train on, {choose}, {len(test):,} to test on"
-    yield "classes", f"{len(task.classes):,}, {counts.min():,} to {counts.max():,} training images of each"
+    each = f"{counts.min():,}" + (f" to {counts.max():,}" if counts.max() > counts.min() else "")
+    yield "classes", f"{len(task.classes):,}, {each} training images of each"
     yield from of_backbone(config, task)
     frozen = "" if not config.frozen_blocks else f"; frozen blocks: {config.frozen_blocks}"
     yield "head", f"{config.head.kind} on the {config.pool} of the tokens, {config.loss.kind} loss{frozen}"

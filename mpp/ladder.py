@@ -6,7 +6,7 @@ processes, on devices of their own, can work on one ladder: each takes the rows 
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from mpp.ladder_rows import (
     MPP,
     SUPERVISED,
     Asked,
+    Judged,
     Rows,
     Start,
     is_done,
@@ -41,6 +42,9 @@ from mpp.pretrain_recipe import PretrainConfig
 from mpp.shared_work import SharedWork, Task, held
 from mpp.weight_files import check_exists
 from mpp.weights import checkpoint_at
+from mpp.words import plural
+
+FEW = 100  # images to choose a learning rate on: one of them is a point of accuracy
 
 
 def begin(weights: str, config: LadderConfig) -> "Ladder":
@@ -65,7 +69,7 @@ class Ladder:
         check_can_write(self.out, "out")
         self.rows = Rows(recipe, config, self.out, self.checkpoint)
         splits = open_splits(self.rows.data)
-        self.train = splits.train
+        self.train, self.heldout = splits.train, splits.heldout
         check_labels(self.rows, splits)
         self.prints = {name: check_weights(self.rows, name, spec, splits) for name, spec in self._weights()}
         self.prints["data"] = f"{splits.train.dataset.fingerprint()}-{splits.heldout.dataset.fingerprint()}"
@@ -173,11 +177,11 @@ class Ladder:
     def _choose_rates(self) -> None:
         """The learning rate of each start."""
         for start in self.rows.starts:
-            found = {rate: judged(self.rows.trial(start, rate).out) for rate in self.rows.rates(start)}
-            self.rates[start.name] = self._chosen(start, found)
+            trials = {rate: self.rows.trial(start, rate) for rate in self.rows.rates(start)}
+            self.rates[start.name] = self._chosen(start, {rate: judged(trial.out) for rate, trial in trials.items()})
 
-    def _chosen(self, start: Start, found: dict[float, float | None]) -> float:
-        """The rate with the highest accuracy, of equal ones the lowest; written down beside the others.
+    def _chosen(self, start: Start, found: dict[float, Judged | None]) -> float:
+        """The rate with the highest accuracy, of equal ones that with the lowest loss; written down beside the others.
 
         ValueError where all of them diverged.
         """
@@ -190,10 +194,23 @@ class Ladder:
         edge = at_edge(list(found).index(best), len(found))
         if edge:
             print(f"note       {start.title}: {best:g} is at the edge of learning_rates; a wider sweep may find better")
-        record = {"start": start.name, "chosen": best, "at_edge": edge, "validation_accuracy": found}
+        images = self._images_to_choose_on(start)
+        scores = ", ".join(f"{rate:g} {100 * value.accuracy:.1f} %" for rate, value in good.items())
+        print(f"chosen     {start.title}: learning rate {best:g} (on {images:,} images: {scores})")
+        if images < FEW:
+            print(f"note       {images:,} images decide that: it may be chance; try a larger choose_on, or more labels")
+        record = {"start": start.name, "chosen": best, "at_edge": edge, "images": images}
+        for name, sign in (("accuracy", 1), ("minus_loss", -1)):
+            values = {rate: None if value is None else sign * getattr(value, name) for rate, value in found.items()}
+            record[f"validation_{name.removeprefix('minus_')}"] = values
         with held(self.out):
             replace_file(self.out / f"sweep_{slug(start.name)}.json", [json.dumps(record, indent=1).encode()])
         return best
+
+    def _images_to_choose_on(self, start: Start) -> int:
+        """Images that a learning rate is judged on."""
+        _, kept = self.rows.trial(start, self.rows.plain_rate).labels.split(self.train)
+        return 0 if kept is None else len(kept)
 
     def _entries(self) -> Iterator[Task]:
         """Every start at every budget with every seed, long ones last; the table grows with each."""
@@ -242,9 +259,9 @@ class Ladder:
         for start in self.asked.starts.values():
             for budget, steps in self.asked.steps.items():
                 if values := self._results(start, budget):
-                    rates = sorted({rate_of(self.rows.folder(start, budget, seed)) for seed in values})
+                    rate = rate_of(self.rows.folder(start, budget, min(values)))  # of all: others are refused
                     made = {"wanted_seeds": self.asked.seeds, "values": values, "init": start.init}
-                    made |= {"learning_rate": rates[0] if len(rates) == 1 else rates, "steps": steps + start.more_steps}
+                    made |= {"learning_rate": rate, "steps": steps + start.more_steps}
                     yield ladder_table.Cell(start.title, budget, summary(list(values.values())) | made)
 
     def _gains(self) -> Iterator[ladder_table.Cell]:
@@ -264,8 +281,24 @@ class Ladder:
         with held(self.out):
             self._recall()
             scores = self.out / "frozen" / "results.jsonl"
-            cells = [*ladder_table.frozen_cells(scores, about["dataset"]), *self._tuned_cells()]
-            return ladder_table.write(self.out, about, list(self.asked.steps), [*cells, *self._gains()], self._images)
+            tuned = list(self._tuned_cells())
+            cells = [*ladder_table.frozen_cells(scores, about["dataset"]), *tuned, *self._gains()]
+            conditions = self._conditions(tuned)
+            return ladder_table.write(self.out, about, list(self.asked.steps), cells, self._images, conditions)
+
+    def _conditions(self, tuned: Sequence[ladder_table.Cell]) -> Iterator[str]:
+        """What the table holds for, in words."""
+        tested = plural(len(self.heldout), "test image")
+        yield f"{name_of(self.rows.data)}, {tested}; ± is one standard deviation over seeds"
+        steps = {f"{count:,}": [] for count in self.asked.steps.values()}
+        for budget, count in self.asked.steps.items():
+            steps[f"{count:,}"].append(str(budget))
+        told = [count + (f" at {' and '.join(budgets)}" if len(steps) > 1 else "") for count, budgets in steps.items()]
+        yield f"steps of the fine-tuning: {', '.join(told)}"
+        rates: dict[str, list[str]] = {}
+        for cell in tuned:
+            rates.setdefault(cell.method, []).append(f"{cell.row['learning_rate']:g}")
+        yield "learning rate: " + ", ".join(f"{name} {' / '.join(dict.fromkeys(own))}" for name, own in rates.items())
 
     def _images(self, budget: Budget) -> int:
         """Labelled images of a budget, for the picture's axis."""

@@ -188,14 +188,21 @@ def tested(run: Path, steps: int) -> float | None:
     return found[-1] if found else None
 
 
-def judged(run: Path | None) -> float | None:
-    """The last validation accuracy of a sweep's run; None before, and where it diverged."""
+@dataclass(frozen=True, order=True)
+class Judged:
+    """What a learning rate gave on the images that were kept back; the better one is the larger."""
+
+    accuracy: float
+    minus_loss: float
+
+
+def judged(run: Path | None) -> Judged | None:
+    """The last measurement of a sweep's run; None before, and where it diverged."""
     assert run is not None
     if (run / DIVERGED).exists():
         return None
-    name = "validation_accuracy"
-    found = [row[name] for row in JsonLines(run / "metrics.jsonl").read() if row.get(name) is not None]
-    return found[-1] if found else None
+    rows = [row for row in JsonLines(run / "metrics.jsonl").read() if row.get("validation_accuracy") is not None]
+    return Judged(rows[-1]["validation_accuracy"], -rows[-1]["validation_loss"]) if rows else None
 
 
 def rate_of(run: Path) -> float:

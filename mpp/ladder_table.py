@@ -1,7 +1,7 @@
 """The ladder's table: its cells from the files of the runs, and the text, JSON lines and picture made of them."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -60,17 +60,19 @@ def write(
     budgets: Sequence[Budget],
     cells: Sequence[Cell],
     images: Callable[[Budget], int],
+    conditions: Iterable[str] = (),
 ) -> str:
     """ladder.txt, ladder.jsonl and ladder.png; the table as text.
 
     known: what every line of ladder.jsonl says. images: labelled images of a budget, for the picture's axis.
+    conditions: lines below the table.
     """
     budgets = sorted({*budgets, *(cell.budget for cell in cells)}, key=lambda b: float("inf") if b == "all" else b)
     texts = {(cell.method, cell.budget): cell.text for cell in cells}
     names = dict.fromkeys(cell.method for cell in cells)
     body = [[name, *(texts.get((name, budget), "-") for budget in budgets)] for name in names]
     heads = [f"{budget} per class" if budget != "all" else "all" for budget in budgets]
-    text = table(body, ["test accuracy, %", *heads])
+    text = "\n".join([table(body, ["test accuracy, %", *heads]), *conditions])
     if answers := [answer(cell) for cell in cells if cell.metric == "top1_gain"]:
         text += "\n\nDid pretraining help? Points of accuracy, over seeds that differ in labels and training\n"
         text += "\n".join(f"  {line}" for line in answers)

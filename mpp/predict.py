@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mpp.architectures import ImageSize
 from mpp.backbones import choose_attention
+from mpp.data.dataset import listed
 from mpp.data.loader import FixedViews, Pictures
 from mpp.data.views import View
 from mpp.evaluate import recipe_of, run_of
@@ -81,6 +82,7 @@ class Predicting:
         device, say = self.runtime.device, self.runtime.log
         choose_attention(self.backbone.to(device).eval(), device, "fp32")
         say(f"weights    {self.backbone.origin}")
+        say(f"classifier {plural(len(self.classifier.classes), 'class', 'classes')}: {listed(self.classifier.classes)}")
         say(f"images     {self.subset.dataset.description}")
         pictures = Pictures(self.subset, self.backbone.channels, self.range)
         views = FixedViews(pictures, self.backbone.image_size, self.config.view or self.classifier.view)

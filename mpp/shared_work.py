@@ -10,6 +10,7 @@ from mpp.exit_codes import EXIT_STOPPED
 from mpp.progress import duration
 from mpp.run_folder import FolderInUse, hold, let_go
 from mpp.runtime import StopSignal
+from mpp.words import plural
 
 PATIENCE = 120.0  # seconds: another process is writing what all of them share
 
@@ -85,7 +86,7 @@ class SharedWork:
     def _wait(self, count: int, seconds: float = 5.0) -> int:
         """A moment, while other processes do the rest; 75 where a signal came."""
         if not self.is_waiting:
-            print(f"waiting    {count} of its runs are made by other processes")
+            print(f"waiting    for {plural(count, 'run')} that other processes are at")
         self.is_waiting = True
         time.sleep(seconds)
         return EXIT_STOPPED if self.is_stopped else 0

@@ -113,7 +113,7 @@ def _fill(backbone: Backbone, stored: Stored, how: Resampling) -> str:
         told += f"; patches {old[0]}x{old[1]} -> {new[0]}x{new[1]}, {' and '.join(done) or 'no positions to resample'}"
     elif not stored.described and any(_is_position(name) for name in tensors):
         told += f"; the file states no grid: taken as {new[0]}x{new[1]}"
-    return told + (f"; without its classifier ({_some(left)})" if left else "")
+    return told + (f"; the backbone alone, its classifier ({_some(left)}) aside" if left else "")
 
 
 def _without_head(stored: Stored, backbone: Backbone) -> tuple[dict[str, Tensor], list[str]]:

@@ -13,6 +13,7 @@ from mpp import pretrain as pretraining
 from mpp import shared_work
 from mpp.config import RecipeError, load_recipe
 from mpp.ladder_recipe import LadderConfig
+from mpp.ladder_rows import Judged
 from mpp.pretrain_recipe import PretrainConfig
 from mpp.run_folder import FolderInUse
 
@@ -210,7 +211,7 @@ def test_what_another_process_is_at_is_left_to_it_and_waited_for(run, tmp_path, 
     assert job.begin(str(run), asked).go() == 0
     assert order == ["scratch_2_seed0", "mpp_2_seed0"] and len(waits) == 2
     told = capsys.readouterr().out
-    assert told.count("runs are made by other processes") == 1 and "gain over scratch" in told
+    assert told.count("that other processes are at") == 1 and "gain over scratch" in told
 
 
 def test_a_signal_while_waiting_for_others_ends_it(run, tmp_path, monkeypatch):
@@ -347,13 +348,18 @@ def test_frozen_scores_of_several_settings_stand_side_by_side(run, tmp_path):
     assert "kNN (k 1), trained features" in text and "kNN (k 3), untrained features" in text
 
 
-def test_the_rate_that_was_best_on_the_slice_is_chosen_and_of_equal_ones_the_lowest(run, tmp_path):
+def test_the_rate_that_was_best_on_the_slice_is_chosen_and_of_equal_ones_by_loss(run, tmp_path, capsys):
     ladder = job.begin(str(run), config(run, tmp_path / "out", "--learning_rates=[1.0e-3, 2.0e-3, 3.0e-3, 4.0e-3]"))
     start = ladder.rows.starts[0]
     (tmp_path / "out").mkdir()
-    assert ladder._chosen(start, {1e-3: 0.5, 2e-3: 0.6, 3e-3: 0.6, 4e-3: None}) == 2e-3
+    found = {1e-3: Judged(0.5, -0.1), 2e-3: Judged(0.6, -0.3), 3e-3: Judged(0.6, -0.2), 4e-3: None}
+    assert ladder._chosen(start, found) == 3e-3
+    told = capsys.readouterr().out
+    assert "learning rate 0.003 (on 2 images: 0.001 50.0 %, 0.002 60.0 %, 0.003 60.0 %)" in told
+    assert "2 images decide that" in told
     record = json.loads((tmp_path / "out" / "sweep_mpp.json").read_text())
-    assert (record["chosen"], record["at_edge"]) == (2e-3, False)
+    assert (record["chosen"], record["at_edge"], record["images"]) == (3e-3, False, 2)
+    assert record["validation_loss"] == {"0.001": 0.1, "0.002": 0.3, "0.003": 0.2, "0.004": None}
     with pytest.raises(ValueError, match="diverged with each"):
         ladder._chosen(start, {1e-3: None, 2e-3: None})
 

@@ -299,7 +299,7 @@ def test_a_classifier_s_folder_is_a_working_classifier_in_plain_timm(tmp_path, f
     assert list(model.pretrained_cfg["label_names"]) == ["ant", "bee", "cat"] and model.num_classes == 3
     again = load_backbone(folder)
     assert equal(again.model.state_dict(), backbone.model.state_dict())
-    assert "without its classifier (head.bias, head.weight)" in again.origin
+    assert "its classifier (head.bias, head.weight) aside" in again.origin
 
 
 def test_a_mean_that_timm_takes_otherwise_has_no_classifier_folder():
@@ -325,7 +325,7 @@ def test_a_bare_file_of_every_format_fills_a_backbone_that_stands(tmp_path, name
     tensors = theirs.model.state_dict() | {"head.weight": torch.zeros(5, 32), "head.bias": torch.zeros(5)}
     said = load_into(ours, bare(tmp_path / name, tensors))
     assert equal(ours.model.state_dict(), theirs.model.state_dict())
-    assert "states no grid: taken as 4x4" in said and "without its classifier (head.bias, head.weight)" in said
+    assert "states no grid: taken as 4x4" in said and "its classifier (head.bias, head.weight) aside" in said
     with pytest.raises(ValueError, match="names no architecture"):
         load_backbone(str(tmp_path / name))
 
@@ -463,7 +463,7 @@ def test_attention_pooling_stands_behind_the_tokens_and_stays_behind(tmp_path):
     images = ours.normalize(pictures(ours))
     with torch.no_grad():
         assert torch.equal(ours.model.forward_features(images), model.forward_features(images))
-    assert "without its classifier (attn_pool." in ours.origin
+    assert "its classifier (attn_pool." in ours.origin
     with pytest.raises(ValueError, match=r"unexpected: attn_pool\."):
         load_into(ours, f"{folder}/model.safetensors")
 
@@ -502,7 +502,7 @@ def test_timm_s_pretrained_weights_come_with_their_statistics_and_without_their_
     assert backbone.mean.tolist() == pytest.approx(model.pretrained_cfg["mean"])
     assert (
         "timm:test_vit.r160_in1k" in backbone.origin
-        and "without its classifier (head.bias, head.weight)" in backbone.origin
+        and "its classifier (head.bias, head.weight) aside" in backbone.origin
     )
     images = pictures(backbone)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from torch import Tensor
 from mpp.backbones import Backbone, Readout
 from mpp.data.dataset import SourceFields
 from mpp.data.loader import FixedViews, Pictures, Skipped, chunks_of, fixed_batches
-from mpp.data.sources import Splits, Subset, open_splits, require_labels
+from mpp.data.sources import Splits, Subset, open_splits, require_labels, require_test_images
 from mpp.heads import Classifier
 from mpp.runtime import Runtime
 
@@ -112,6 +112,7 @@ class Features:
 def check(evaluation: Any, splits: Splits, backbone: Backbone) -> None:
     """ValueError for labels or features that this evaluation cannot work with; before anything is computed."""
     require_labels(splits, evaluation.kind)
+    require_test_images(splits)
     backbone.check_readout(evaluation.pool, evaluation.layers)
     none, train, test = torch.empty(0), splits.train.labels(), splits.heldout.labels()
     assert train is not None and test is not None
