@@ -23,8 +23,9 @@ from mpp.metrics import JsonLines, commit, comparison
 from mpp.positions import Resampling
 from mpp.pretrain_recipe import PretrainConfig
 from mpp.runtime import Runtime, start
+from mpp.stored_classifier import stored_classifier
 from mpp.weight_files import check_exists
-from mpp.weights import checkpoint_at, load_backbone, load_into, stored_classifier
+from mpp.weights import checkpoint_at, load_backbone, load_into
 from mpp.words import plural
 
 
@@ -130,7 +131,7 @@ class Evaluating:
                 if self.runtime.stop.agreed() and left:
                     say(f"stopped; what was measured is in {file.path}, and the same command measures all again")
                     return EXIT_STOPPED
-        say(f"\n{comparison(rows)}\n\n{plural(len(rows), 'row')} written to {file.path}")
+        say(f"\n{comparison(rows)}\n\n{plural(len(rows), 'row')} measured: {file.path}")
         return EXIT_FAILED if failed else 0
 
     def _sources(self) -> list[Any]:

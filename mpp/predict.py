@@ -19,7 +19,8 @@ from mpp.exit_codes import EXIT_FAILED, EXIT_STOPPED
 from mpp.positions import Resampling
 from mpp.predictions import check_out, open_unlabelled, told_unreadable, write_predictions
 from mpp.runtime import Runtime, start
-from mpp.weights import load_backbone, stored_classifier
+from mpp.stored_classifier import stored_classifier
+from mpp.weights import load_backbone
 from mpp.words import plural
 
 
