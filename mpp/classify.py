@@ -69,8 +69,8 @@ class Classifying(Job):
             splits = open_splits(config.data)
         require_labels(splits, "classification")
         require_test_images(splits)
-        if config.mix and self.share.micro_batch_size < 2:
-            raise ValueError("mix: takes a second image from the micro-batch, and it has one; try a larger batch")
+        if config.mix:
+            config.mix.check_micro_batch(self.share.micro_batch_size)
         self.train, self.validation = config.labels.split(splits.train)
         self.test, self.classes = splits.heldout, splits.train.classes or ()
         self.data_parts, self.data_description = (splits.train.dataset, splits.heldout.dataset), splits.description

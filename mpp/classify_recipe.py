@@ -83,8 +83,8 @@ class ClassifyConfig:
     def faults(self) -> Iterator[tuple[str, str]]:
         """What no section can see alone; before any data is read."""
         steps = self.train.steps
-        if steps is not None and self.optim.warmup_steps >= steps:
-            yield "optim.warmup_steps", f"{self.optim.warmup_steps} is not less than train.steps {steps}; lower it too"
+        if steps is not None and (fault := self.optim.warmup_fault(steps, f"train.steps {steps}")):
+            yield "optim.warmup_steps", fault
         if self.early_stopping and not self.labels.validation:
             yield "early_stopping", "needs images to judge by; try labels.validation 0.1"
         if self.early_stopping and not self.train.eval_every:

@@ -118,12 +118,13 @@ class Evaluating:
             features = self._features(which, backbone)
             for evaluation in self.config.evaluations:
                 left -= 1
+                found: list[dict[str, Any]] = []
                 try:
-                    found = list(self._rows(which, evaluation, features))
+                    for row in self._rows(which, evaluation, features):
+                        found.append(row)
                 except (ValueError, FloatingPointError) as error:  # the others are not lost over it
-                    say(f"{evaluation.kind} gave no score for the {which} backbone: {error}")
+                    say(f"{evaluation.kind} gave no {'other ' if found else ''}score for the {which} backbone: {error}")
                     failed += 1
-                    found = []
                 finally:
                     self._note(features)
                 file.write_new(found)
@@ -141,7 +142,7 @@ class Evaluating:
         """Features of one of the two backbones, shared by all evaluations."""
         backbone = backbone.to(self.runtime.device)
         choose_attention(backbone, self.runtime.device, "fp32")
-        features = Features(backbone, self.runtime, self.config.evaluations, self.data, self.opened)
+        features = Features(backbone, self.runtime, self.config.evaluations, self.data, self.opened, which)
         features.classifier = self.classifier if which == "trained" else None
         return features
 

@@ -159,12 +159,10 @@ class Job(ABC):
 
     def _planned_steps(self, images: int) -> int:
         """train.steps, or as many as the epochs take."""
-        train, warmup = self.config.train, self.config.optim.warmup_steps
+        train, optim = self.config.train, self.config.optim
         steps = train.steps or math.ceil((train.epochs or 0) * images / train.batch_size)
-        if warmup >= steps:
-            raise ValueError(
-                f"optim.warmup_steps: {warmup} is not less than the {steps} steps of {train.epochs} epochs"
-            )
+        if fault := optim.warmup_fault(steps, f"the {steps} steps of {train.epochs} epochs"):
+            raise ValueError(f"optim.warmup_steps: {fault}")
         return steps
 
     def _open(self) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 
 from mpp import classify, evaluate, ladder_table
 from mpp.classify_recipe import SCRATCH, ClassifyConfig
-from mpp.config import dump_recipe
+from mpp.config import dump_recipe, load_recipe
 from mpp.data.sources import open_splits
 from mpp.durable import check_can_write, make_folder, replace_file
 from mpp.evaluate import EvaluateConfig, recipe_of, run_of
+from mpp.evaluation.classifier import StoredClassifier
 from mpp.evaluation.features import name_of
+from mpp.evaluation.kinds import Evaluation
 from mpp.evaluation.scores import at_edge, summary
 from mpp.exit_codes import EXIT_FAILED, EXIT_STOPPED
 from mpp.ladder_checks import check_labels, check_rates, check_rows, check_weights
@@ -136,37 +138,38 @@ class Ladder:
         return self.asked
 
     def _frozen_task(self) -> Task:
-        """Few-shot at every budget, and the other frozen scores, trained beside untrained; once."""
+        """Few-shot at every budget, and the other frozen scores, trained beside untrained; each once.
+
+        What has been measured is remembered, and so stays in the table whatever a later command asks for.
+        """
         folder = self.out / "frozen"
         done = folder / "done.yaml"
 
-        def asked() -> EvaluateConfig:
-            known = self._recall()
-            evaluations = self.config.evaluations(tuple(known.steps), known.seeds)
-            threads, data = self.config.finetune.train.threads, self.rows.data
-            return EvaluateConfig(out=folder, data=data, baseline="random", evaluations=evaluations, threads=threads)
+        def measured() -> list[Evaluation]:
+            found = load_recipe(EvaluateConfig, [str(done)]).evaluations if done.exists() else ()
+            return [one for one in found if not isinstance(one, StoredClassifier)]
 
-        def text(config: EvaluateConfig) -> str:
-            return dump_recipe(replace(config, out=None, threads=None))  # a ladder can be moved
+        def wanted() -> tuple[Evaluation, ...]:
+            known = self._recall()
+            return self.config.evaluations(tuple(known.steps), known.seeds, measured())
+
+        def missing() -> tuple[Evaluation, ...]:
+            return tuple(one for one in wanted() if one not in measured())
 
         def do() -> int:
-            config = asked()
-            done.unlink(missing_ok=True)
-            (folder / "results.jsonl").unlink(missing_ok=True)
-            job = evaluate.begin(str(self.rows.weights), config)
+            config = EvaluateConfig(data=self.rows.data, baseline="random", evaluations=wanted())
+            mine = replace(config, evaluations=missing(), out=folder, threads=self.config.finetune.train.threads)
+            job = evaluate.begin(str(self.rows.weights), mine)
             self.work.heed(job.runtime.stop)
             code = job.go()
             if code == EXIT_FAILED:  # a score without an answer is told, and costs no fine-tuning
                 self.code = EXIT_FAILED
                 return 0
             if not code:
-                replace_file(done, [text(config).encode()])
+                replace_file(done, [dump_recipe(config).encode()])
             return code
 
-        def is_done() -> bool:
-            return done.exists() and done.read_text(encoding="utf-8") == text(asked())
-
-        return Task(folder, do, "frozen features", is_done)
+        return Task(folder, do, "frozen features", lambda: not missing())
 
     def _trials(self) -> Iterator[Task]:
         """A run for every learning rate and start; one that diverges is out, and told."""

@@ -85,9 +85,12 @@ def check_rates(rows: Rows, rates: Mapping[str, float]) -> None:
 def _check_row(rows: Rows, asked: ClassifyConfig, free: Collection[str] = ()) -> None:
     for name, message in asked.faults():
         raise ValueError(f"finetune.{name}: {message}")
-    share = share_of(asked.train, 0, 1)
-    if asked.mix and share.micro_batch_size < 2:
-        raise ValueError("finetune.mix: takes a second image from the micro-batch, and it has one")
+    try:
+        share = share_of(asked.train, 0, 1)
+        if asked.mix:
+            asked.mix.check_micro_batch(share.micro_batch_size)
+    except ValueError as error:
+        raise ValueError(f"finetune.{error}") from None
     assert asked.out is not None
     if (recipe := asked.out / "recipe.yaml").exists():
         stored = load_recipe(ClassifyConfig, [str(recipe)])

@@ -1,6 +1,6 @@
 """The recipe of the ladder: what is compared, at which budgets, and what every fine-tuning of it has in common."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +25,17 @@ OWN = {  # where the ladder has a field of its own for what a fine-tuning names 
     "labels": "set budgets, seeds and choose_on",
     "backbone": "set image_size, drop_path and dropout",
 }
+
+
+def in_order(budgets: Iterable[Budget]) -> list[Budget]:
+    """Each once, fewest labels first."""
+    return sorted(set(budgets), key=lambda budget: float("inf") if budget == "all" else budget)
+
+
+def bare(evaluation: Evaluation) -> Evaluation:
+    """A frozen score as `frozen` names it: without the ladder's budgets and seeds."""
+    has_budgets = isinstance(evaluation, KNN | LinearProbe)
+    return replace(evaluation, shots=("all",), seeds=1) if has_budgets else evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +65,7 @@ class LadderConfig:
     learning_rates: tuple[Annotated[float, Gt(0)], ...] = ()
     """swept alike for every start, on seed 0 of the first budget, chosen on a slice of its labels; none: optim.lr"""
     choose_on: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """share of the first budget's labels that the sweep is judged on"""
+    """share of the first budget's labels that the sweep is judged on, where there are two learning_rates or more"""
     total_compute: bool = True
     """one more row from scratch, given the images that pretraining saw as further steps, at the rate of scratch"""
     supervised: str | None = None
@@ -69,7 +80,7 @@ class LadderConfig:
         for place, one in enumerate(self.frozen):
             if isinstance(one, FewShot):
                 yield f"frozen.{place}", "is few-shot, which comes by itself at every budget; leave it out"
-            if isinstance(one, KNN | LinearProbe) and (one.shots, one.seeds) != (("all",), 1):
+            if one != bare(one):
                 yield f"frozen.{place}.shots", "are the ladder's budgets, and seeds its seeds; leave both out"
         if self.finetune.train.extend:
             yield "finetune.train.extend", "would train some rows longer than the table says; set finetune.train.steps"
@@ -82,10 +93,16 @@ class LadderConfig:
             yield "steps", f"{told}; give one for each, or none"
         yield from repeats(budgets=self.budgets, learning_rates=self.learning_rates, frozen=self.frozen)
 
-    def evaluations(self, budgets: Sequence[Budget], seeds: int) -> tuple[Evaluation, ...]:
-        """The frozen-feature scores, at every budget and on all; a probe that chooses needs two images of a class."""
+    def evaluations(
+        self, budgets: Sequence[Budget], seeds: int, before: Iterable[Evaluation] = ()
+    ) -> tuple[Evaluation, ...]:
+        """The frozen-feature scores, at every budget and on all; a probe that chooses needs two images of a class.
+
+        before: such scores that other commands have asked for, as this method made them; they are asked for as well.
+        """
         found: list[Any] = [FewShot(shots=tuple(budgets), seeds=seeds)]
-        for one in self.frozen:
+        known = [bare(one) for one in before if not isinstance(one, FewShot)]
+        for one in [*known, *(one for one in self.frozen if one not in known)]:
             if isinstance(one, KNN | LinearProbe):
                 is_choosing = isinstance(one, LinearProbe) and len(one.solver.sweep[1]) > 1
                 few = tuple(budget for budget in budgets if budget != "all" and (budget > 1 or not is_choosing))

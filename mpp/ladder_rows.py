@@ -10,7 +10,7 @@ import yaml
 from mpp.checkpoint import Checkpoint, is_valid, places, step_of
 from mpp.classify_recipe import SCRATCH, ClassifyConfig
 from mpp.data.budget import All, PerClass
-from mpp.ladder_recipe import Budget, LadderConfig
+from mpp.ladder_recipe import Budget, LadderConfig, in_order
 from mpp.metrics import JsonLines
 from mpp.patches import pair
 from mpp.pretrain_recipe import PretrainConfig
@@ -50,10 +50,9 @@ class Asked:
 
     def joined(self, later: "Asked") -> "Asked":
         steps = self.steps | later.steps
-        ordered = sorted(steps, key=lambda budget: float("inf") if budget == "all" else budget)
         starts = self.starts | later.starts
         return Asked(
-            {budget: steps[budget] for budget in ordered},
+            {budget: steps[budget] for budget in in_order(steps)},
             max(self.seeds, later.seeds),
             {name: starts[name] for name in TITLES if name in starts},
         )

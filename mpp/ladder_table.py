@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mpp.durable import replace_file
 from mpp.inspection import ladder as picture
-from mpp.ladder_recipe import Budget
+from mpp.ladder_recipe import Budget, in_order
 from mpp.metrics import JsonLines, commit, table
 
 NAMES = {"fewshot": "few-shot", "knn": "kNN", "linear": "linear probe", "linear_augmented": "augmented linear probe"}
@@ -36,9 +36,14 @@ def frozen_cells(file: Path, dataset: str) -> Iterator[Cell]:
     """Frozen features, trained and untrained, as evaluate wrote them.
 
     A method's name says whatever tells it from others of its kind: k, penalty, layer, data. Frozen scores draw images
-    of their own, not those of the fine-tuning. dataset: the ladder's, which is not said.
+    of their own, not those of the fine-tuning. Measured again, with more seeds, the last counts. dataset: the
+    ladder's, which is not said.
     """
-    rows = [row for row in JsonLines(file).read() if row["metric"] == "top1"]
+    latest = {}
+    for row in JsonLines(file).read():
+        what = (row[name] for name in ("evaluation", "dataset", "backbone", "metric"))
+        latest[(*what, json.dumps(row["setting"]))] = row
+    rows = [row for row in latest.values() if row["metric"] == "top1"]
     for row in rows:
         alike = [other for other in rows if other["evaluation"] == row["evaluation"]]
         differ = [f"{key} {value}" for key, value in row["setting"].items() if key != "shots" and _differs(key, alike)]
@@ -67,7 +72,7 @@ def write(
     known: what every line of ladder.jsonl says. images: labelled images of a budget, for the picture's axis.
     conditions: lines below the table.
     """
-    budgets = sorted({*budgets, *(cell.budget for cell in cells)}, key=lambda b: float("inf") if b == "all" else b)
+    budgets = in_order([*budgets, *(cell.budget for cell in cells)])
     texts = {(cell.method, cell.budget): cell.text for cell in cells}
     names = dict.fromkeys(cell.method for cell in cells)
     body = [[name, *(texts.get((name, budget), "-") for budget in budgets)] for name in names]

@@ -37,6 +37,11 @@ class Mix:
         if not self.mixup and not self.cutmix:
             yield "mixup", "mixup and cutmix are both 0, so nothing would be mixed; leave the section out (null)"
 
+    def check_micro_batch(self, size: int) -> None:
+        """ValueError where an image has no neighbour to be mixed with."""
+        if size < 2:
+            raise ValueError("mix: takes a second image from the micro-batch, and it has one; try a larger batch")
+
     def __call__(
         self, images: Tensor, labels: Tensor, epochs: Tensor, ids: Tensor, seed: int, classes: int, smoothing: float
     ) -> tuple[Tensor, Tensor]:

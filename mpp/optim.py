@@ -54,6 +54,11 @@ class OptimFields(ABC):
     layer_decay: Annotated[float, Gt(0), Le(1)] | None = None
     """each block learns at this times the rate of the one above it, the embedding slowest; null = all alike"""
 
+    def warmup_fault(self, steps: int, whole: str) -> str | None:
+        """Why a warm-up as long as the training is refused; None where it is shorter. whole: `steps` in words."""
+        short = self.warmup_steps < steps
+        return None if short else f"{self.warmup_steps} is not less than {whole}; try {steps // 10}"
+
     @property
     @abstractmethod
     def settings(self) -> str:

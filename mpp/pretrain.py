@@ -145,7 +145,7 @@ class Pretraining(Job):
 
     def _score(self, which: str, step: int) -> None:
         """Rows of results.jsonl for the backbone as it is now."""
-        features = Features(self.backbone, self.runtime, self.evaluations, self.config.data, self.opened)
+        features = Features(self.backbone, self.runtime, self.evaluations, self.config.data, self.opened, which)
         head = {"run": str(self.files.path), "step": step, "backbone": which}
         for evaluation in self.evaluations:
             for row in self._rows(evaluation, features):
@@ -156,16 +156,17 @@ class Pretraining(Job):
             self.skips.add(where, [skip])
         self.skips.flush()
 
-    def _rows(self, evaluation: Any, features: Features) -> list[dict[str, Any]]:
-        """An evaluation's rows; none, and a line that says why, where features are such that it has no answer.
+    def _rows(self, evaluation: Any, features: Features) -> Iterator[dict[str, Any]]:
+        """An evaluation's rows, and a line that says why where features are such that it has no answer, or not all.
 
         What could be refused was refused at the start. Now training must not be lost over it.
         """
+        count = 0
         try:
-            return list(evaluation(features))
+            for count, row in enumerate(evaluation(features), 1):  # noqa: B007
+                yield row
         except ValueError as error:
-            self.runtime.log(f"{evaluation.kind} gave no score: {error}")
-            return []
+            self.runtime.log(f"{evaluation.kind} gave no {'other ' if count else ''}score: {error}")
 
     def _tell_the_end(self) -> None:
         """The small table, and what to try next."""

@@ -57,8 +57,8 @@ class PretrainConfig:
     def faults(self) -> Iterator[tuple[str, str]]:
         """What no section can see alone; before any data is read."""
         steps = self.train.steps
-        if steps is not None and self.optim.warmup_steps >= steps:
-            yield "optim.warmup_steps", f"{self.optim.warmup_steps} is not less than train.steps {steps}; lower it too"
+        if steps is not None and (fault := self.optim.warmup_fault(steps, f"train.steps {steps}")):
+            yield "optim.warmup_steps", fault
         if isinstance(self.backbone, ViT):
             yield from self._misfits(self.backbone)
         for number, evaluation in enumerate(self.evaluations):

@@ -101,6 +101,27 @@ def test_one_evaluation_without_an_answer_costs_no_other_its_rows(run, tmp_path,
     assert {row["evaluation"] for row in rows_of(tmp_path / "results.jsonl")} == {"knn"}
 
 
+def test_shots_that_a_picture_is_missing_for_cost_the_others_nothing(run, tmp_path, write_classes, capsys):
+    write_classes(tmp_path / "data", train=4, test=4)
+    next((tmp_path / "data" / "train").glob("*/*")).write_bytes(b"no picture")
+    words = ["--data.kind=class_folders", f"--data.path={tmp_path / 'data'}", f"--out={tmp_path / 'out'}"]
+    three = [f"{{kind: {kind}, shots: [4, 2, all], layers: all}}" for kind in ("fewshot", "knn", "linear")]
+    kinds = f"--evaluations=[{', '.join(three)}]"
+    assert job.begin(str(run), asked(*words, evaluations=kinds)).go() == 1
+    told = capsys.readouterr().out
+    assert told.count("gave no other score for the trained backbone") == 3 and "has 3 that can be read" in told
+    found = [row for row in rows_of(tmp_path / "out" / "results.jsonl") if row["metric"] == "top1"]
+    assert {row["evaluation"] for row in found} == {"fewshot", "knn", "linear"}
+    shots = [(row["evaluation"], row["setting"]["shots"], row["setting"]["layer"]) for row in found]
+    assert all(
+        shots.count((kind, few, layer))
+        for kind in ("fewshot", "knn", "linear")
+        for few in (2, "all")
+        for layer in (0, 1)
+    )
+    assert not any(few == 4 for _, few, _ in shots)
+
+
 def test_a_signal_is_heeded_after_each_evaluation_and_what_was_measured_is_kept(run, tmp_path):
     evaluating = job.begin(str(run), asked(f"--out={tmp_path}"))
     evaluating.runtime.stop.requested = True

@@ -448,6 +448,26 @@ def test_a_process_that_was_begun_for_other_budgets_keeps_those_of_all(run, tmp_
     assert (out / "frozen" / "results.jsonl").read_text() == frozen  # measured once, at both
 
 
+def test_frozen_scores_once_measured_stay_whatever_a_later_command_asks_for(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert job.begin(str(run), plain(run, out)).go() == 0
+    first = (out / "frozen" / "results.jsonl").read_text()
+    assert job.begin(str(run), plain(run, out, "--frozen=[{kind: linear}]")).go() == 0
+    second = (out / "frozen" / "results.jsonl").read_text()
+    assert second.startswith(first) and {
+        json.loads(row)["evaluation"] for row in second[len(first) :].split("\n")[:-1]
+    } == {"linear"}
+    capsys.readouterr()
+    assert job.begin(str(run), plain(run, out, "--frozen=[]")).go() == 0
+    assert "frozen features" not in capsys.readouterr().out
+    text = (out / "ladder.txt").read_text()
+    assert "kNN, trained features" in text and "linear probe, trained features" in text
+    assert job.begin(str(run), plain(run, out, "--frozen=[]", "--seeds=2")).go() == 0
+    seeds = {(row["method"], row["budget"]): row["seeds"] for row in rows_of(out) if "features" in row["method"]}
+    assert seeds["kNN, trained features", 2] == seeds["linear probe, untrained features", 2] == 2
+    assert len(seeds) == sum("features" in row["method"] for row in rows_of(out))  # each cell once
+
+
 def test_frozen_scores_that_a_signal_cut_short_are_measured_again(run, tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert job.begin(str(run), plain(run, out)).go() == 0

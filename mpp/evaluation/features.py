@@ -34,7 +34,7 @@ class Features:
 
     evaluations: recipe sections with `data`, `pool` and `layers`; they tell what one pass must yield. default: the
     source of those whose `data` is null. Pictures that cannot be read are left out and listed in `skipped`,
-    with where they were met: "cifar10 test".
+    with where they were met: "cifar10 test". which: what notes call the backbone, trained or untrained.
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class Features:
         evaluations: Sequence[Any],
         default: SourceFields,
         splits: dict[Any, Splits] | None = None,
+        which: str = "trained",
     ):
+        self.which = which
         self.backbone, self.runtime, self.default = backbone, runtime, default
         self.evaluations, self.splits = evaluations, {} if splits is None else splits
         self.names = names_of([default, *(e.data for e in evaluations if e.data is not None)])
@@ -64,6 +66,10 @@ class Features:
         """What an evaluation asks for, (pool, layer), in its order; `all` layers become numbers."""
         layers = self.backbone.layers_of(evaluation.layers)
         return [(pool, layer) for pool in evaluation.pool for layer in layers]
+
+    def note(self, kind: str, name: str, text: str) -> None:
+        """A line about an evaluation of this backbone on the data of that name."""
+        self.runtime.log(f"note       {kind} on {name}, {self.which} backbone, {text}")
 
     def open(self, source: Any) -> Splits:
         """The source's two splits; opened once."""

@@ -13,7 +13,7 @@ from mpp.backbones import Layers, Readout
 from mpp.data.sources import Source
 from mpp.evaluation.checks import check_features, check_labels, repeats
 from mpp.evaluation.scores import places_ahead, summary, tops_of
-from mpp.evaluation.shots import Shots, check_shots, draw
+from mpp.evaluation.shots import Shots, check_shots, draw, possible
 
 if TYPE_CHECKING:
     from mpp.evaluation.features import Features, Split
@@ -55,10 +55,11 @@ class KNN:
         """One row per pool, layer, shots, k and metric. `seconds`: the search they share, without the features."""
         for pool, layer in features.readouts(self):
             split = features.get(self.data, pool, layer)
-            self.check(split)
+            check_labels(split)
             check_features(split)
-            for shots in self.shots:
+            for shots in possible(split, self.shots):
                 yield from self._rows(split, shots, {"pool": pool, "layer": layer})
+        check_shots(split, self.shots)
 
     def _rows(self, split: "Split", shots: Shots, where: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         started, images = time.perf_counter(), len(split.test_y)

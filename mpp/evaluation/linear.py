@@ -13,7 +13,7 @@ from mpp.backbones import Layers, Readout
 from mpp.data.sources import Source
 from mpp.evaluation.checks import check_features, check_labels, repeats
 from mpp.evaluation.scores import at_edge, check_can_hold_back, check_learned, choose, hold_back, summary, tops_of
-from mpp.evaluation.shots import Shots, check_shots, draw
+from mpp.evaluation.shots import Shots, check_shots, draw, possible
 from mpp.evaluation.softmax_regression import BLOCK, LBFGS, SGD, Solver
 
 if TYPE_CHECKING:
@@ -62,11 +62,12 @@ class LinearProbe:
         """
         for pool, layer in features.readouts(self):
             split = features.get(self.data, pool, layer)
-            self.check(split)
+            check_labels(split)
             check_features(split)
             check_varies(split)
-            for shots in self.shots:
+            for shots in possible(split, self.shots):
                 yield from self._rows(features, split, shots, {"pool": pool, "layer": layer})
+        self.check(split)
 
     def _rows(
         self, features: "Features", split: "Split", shots: Shots, where: Mapping[str, Any]
@@ -82,13 +83,11 @@ class LinearProbe:
         seconds = round(time.perf_counter() - started, 3)
         if not all(one.get("converged", True) for one in chosen):
             limit = getattr(self.solver, "max_iterations", None)
-            features.runtime.log(f"note       linear on {split.name}, {words}: not converged in {limit} iterations")
+            features.note(self.kind, split.name, f"{words}: not converged in {limit} iterations")
         if any(one["at_edge"] for one in chosen):
             best = ", ".join(dict.fromkeys(f"{one[name]:g}" for one in chosen))
-            features.runtime.log(
-                f"note       linear on {split.name}, {words}: {name} {best} is at the edge of its sweep; a "
-                f"wider one may find better"
-            )
+            told_edge = f"{name} {best} is at the edge of its sweep; a wider one may find better"
+            features.note(self.kind, split.name, f"{words}: {told_edge}")
         for place, top in enumerate(tops):
             yield {
                 "evaluation": self.kind,

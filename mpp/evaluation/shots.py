@@ -33,6 +33,12 @@ def draw(y: Tensor, shots: Shots, seed: int) -> Tensor:
     return by_class[rank < shots].sort().values
 
 
+def possible(split: "Split", asked: Sequence[Shots]) -> list[Shots]:
+    """The `asked` shots that every class has train images for: all of them, unless some pictures cannot be read."""
+    fewest = int(torch.bincount(split.train_y, minlength=len(split.classes)).min())
+    return [shots for shots in asked if shots == "all" or shots <= fewest]
+
+
 def check_shots(split: "Split", asked: Sequence[Shots]) -> None:
     """ValueError where a class has fewer train images than the most `shots` asked for, naming class and count."""
     shots = max((count for count in asked if count != "all"), default=1)
@@ -41,5 +47,5 @@ def check_shots(split: "Split", asked: Sequence[Shots]) -> None:
     if short:
         raise ValueError(
             f"evaluation on {split.name}: {shots} shots need {shots} train images of every class, "
-            f"but {listed(short)}; ask for fewer `shots`, or for `all`"
+            f"but {listed(short)} that can be read; ask for fewer `shots`, or for `all`"
         )

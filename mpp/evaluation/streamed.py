@@ -186,7 +186,7 @@ class Streamed(ABC):
         if not any(learned.values()):
             check_learned(min(losses.values()), where.classes, f"{self.kind} on {where.name}")
         for place in (place for place, good in learned.items() if not good):
-            where.features.runtime.log(f"note       {self.kind} on {where.name}: {place} learned nothing")
+            where.features.note(self.kind, where.name, f"{place} learned nothing")
         return learned
 
     def _trained(self, where: "_Where", subset: Subset, rates: Rates, seed: int) -> tuple[Learner, dict[Place, Tensor]]:

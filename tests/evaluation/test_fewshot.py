@@ -267,7 +267,7 @@ def test_too_few_images_of_a_class_are_refused_by_name_and_count():
     kept = (split.train_y != 2) | (torch.arange(240) < 40)
     count = int((split.train_y[kept] == 2).sum())
     fewer = replace(split, train_x=split.train_x[kept], train_y=split.train_y[kept])
-    with pytest.raises(ValueError, match=rf"25 shots need 25 .* but 'class 2' has {count};"):
+    with pytest.raises(ValueError, match=rf"25 shots need 25 .* but 'class 2' has {count} that"):
         list(FewShot()(features_of(fewer)))
     check_shots(fewer, (1, count, "all"))
 

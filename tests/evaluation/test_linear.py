@@ -3,7 +3,7 @@
 import math
 import statistics
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from torch import nn
 from mpp.chance import Purpose, seed_of
 from mpp.data.order import Order
 from mpp.evaluation import softmax_regression
-from mpp.evaluation.features import Split
+from mpp.evaluation.features import Features, Split
 from mpp.evaluation.linear import LinearProbe
 from mpp.evaluation.scores import hold_back
 from mpp.evaluation.shots import draw
@@ -43,7 +43,11 @@ def readouts(probe):
 
 def features_of(split, lines=None):
     runtime = SimpleNamespace(device=CPU, log=[].append if lines is None else lines.append)
-    return SimpleNamespace(get=lambda source, pool, layer: split, readouts=readouts, runtime=runtime)
+    features = SimpleNamespace(
+        get=lambda source, pool, layer: split, readouts=readouts, runtime=runtime, which="untrained"
+    )
+    features.note = MethodType(Features.note, features)
+    return features
 
 
 def rows_of(probe, split):
@@ -236,7 +240,11 @@ def test_what_has_not_converged_is_marked_and_said():
     lines = []
     row = next(iter(LinearProbe(solver=LBFGS(l2=(1e-6,), max_iterations=2))(features_of(clouds(), lines))))
     assert row["chosen"][0]["converged"] is False
-    assert len(lines) == 1 and "linear on clouds" in lines[0] and "not converged in 2 iterations" in lines[0]
+    assert (
+        len(lines) == 1
+        and "linear on clouds, untrained backbone" in lines[0]
+        and "not converged in 2 iterations" in lines[0]
+    )
 
 
 @pytest.mark.parametrize("rate", [1e9, 1e38])

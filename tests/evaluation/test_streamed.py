@@ -206,8 +206,8 @@ def test_faults(probe):
 @BOTH
 def test_one_place_that_learned_nothing_is_marked_and_said_and_the_others_stand(probe):
     lines = []
-    runtime = SimpleNamespace(log=lines.append)
-    where = SimpleNamespace(classes=2, name="colours", features=SimpleNamespace(runtime=runtime))
+    features = SimpleNamespace(note=lambda kind, name, text: lines.append(f"{kind} on {name}: {text}"))
+    where = SimpleNamespace(classes=2, name="colours", features=features)
     learned = probe._learned(where, {("mean", 0): 0.7, ("mean", 1): 0.69, ("mean", 2): float("nan")})
     assert learned == {("mean", 0): False, ("mean", 1): True, ("mean", 2): False}
     assert [line.split(": ")[1] for line in lines] == ["('mean', 0) learned nothing", "('mean', 2) learned nothing"]
