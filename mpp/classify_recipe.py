@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from mpp import trainer
+from mpp import train_recipe
 from mpp.architectures import BackboneSpec, ViT
 from mpp.averaging import Average
 from mpp.backbones import Pool
@@ -20,11 +20,11 @@ from mpp.mixing import Mix
 from mpp.optim import SGD, Optim
 from mpp.positions import Resampling
 from mpp.tasks import ClassLoss, Softmax
-from mpp.trainer import Train
+from mpp.train_recipe import Train, contradictions
 
 SCRATCH = "scratch"
 
-FREE = trainer.FREE | {"real", "predict", "predictions"}  # early_stopping counts evaluations, so eval_every is not
+FREE = train_recipe.FREE | {"real", "predict", "predictions"}  # early_stopping counts evaluations, so eval_every is not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +82,7 @@ class ClassifyConfig:
 
     def faults(self) -> Iterator[tuple[str, str]]:
         """What no section can see alone; before any data is read."""
-        steps = self.train.steps
-        if steps is not None and (fault := self.optim.warmup_fault(steps, f"train.steps {steps}")):
-            yield "optim.warmup_steps", fault
+        yield from contradictions(self.train, self.optim)
         if self.early_stopping and not self.labels.validation:
             yield "early_stopping", "needs images to judge by; try labels.validation 0.1"
         if self.early_stopping and not self.train.eval_every:

@@ -18,6 +18,7 @@ from mpp.data.order import Share
 from mpp.data.skipped import SkipList
 from mpp.data.sources import Subset
 from mpp.exit_codes import EXIT_STOPPED
+from mpp.guard import told
 from mpp.header import of_time
 from mpp.metrics import commit
 from mpp.optim import Extend, LearningRate
@@ -26,7 +27,8 @@ from mpp.progress import Progress, seconds_per_pass
 from mpp.run_folder import Run, extension
 from mpp.runtime import Runtime, environment
 from mpp.trace import Trace
-from mpp.trainer import Event, Train, Trainer
+from mpp.train_recipe import Train
+from mpp.trainer import Event, Trainer
 from mpp.words import plural
 
 
@@ -203,10 +205,13 @@ class Job(ABC):
             seed=train.seed,
             random=self.backbone.has_dropout,
             heeds_found_inf=self.config.optim.heeds_found_inf,
+            spike_limit=self.config.optim.skip_above,
+            max_nonfinite=train.max_nonfinite,
             log_every=train.log_every,
             observe=self._observe,
             after_update=self._updated,
             log=self._log,
+            report=self._report,
         )
 
     def _updated(self, step: int) -> None:
@@ -226,6 +231,14 @@ class Job(ABC):
         self.files.metrics.write(record)
         self._track(record)
         self.progress.step(record)
+
+    def _report(self, updates: list[dict[str, Any]]) -> None:
+        """Updates that were left out, or far off: with the images they were made of, for a person to look at."""
+        name = self.data_parts[0].name
+        for row in updates:
+            self.files.unusual.write(row | {"names": [name(id) for id in row["ids"]]})
+        for line in told(updates, self.config.optim.skip_above):
+            self.runtime.log(f"note       {line}")
 
     def _track(self, record: dict[str, Any]) -> None:
         if self.config.train.trackers:

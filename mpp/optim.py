@@ -51,6 +51,8 @@ class OptimFields(ABC):
     """where cosine and linear end"""
     clip: Annotated[float, Gt(0)] | None = 1.0
     """largest global norm of the gradient; null = no clipping"""
+    skip_above: Annotated[float, Gt(1)] | None = None
+    """updates whose gradient norm is more than this many times the mean of the last ~100 are left out; null = none"""
     layer_decay: Annotated[float, Gt(0), Le(1)] | None = None
     """each block learns at this times the rate of the one above it, the embedding slowest; null = all alike"""
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpp import trainer
+from mpp import train_recipe
 from mpp.architectures import BackboneSpec, ViT
 from mpp.data.sources import Demo, Source
 from mpp.data.transforms import Augment
@@ -16,9 +16,9 @@ from mpp.patches import pair
 from mpp.positions import Resampling
 from mpp.targets import MeanColor, Target
 from mpp.tasks import MaskedPatches, Objective
-from mpp.trainer import Train
+from mpp.train_recipe import Train, contradictions
 
-FREE = trainer.FREE | {"train.eval_every", "heldout.pictures", "evaluations"}
+FREE = train_recipe.FREE | {"train.eval_every", "heldout.pictures", "evaluations"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,7 @@ class PretrainConfig:
 
     def faults(self) -> Iterator[tuple[str, str]]:
         """What no section can see alone; before any data is read."""
-        steps = self.train.steps
-        if steps is not None and (fault := self.optim.warmup_fault(steps, f"train.steps {steps}")):
-            yield "optim.warmup_steps", fault
+        yield from contradictions(self.train, self.optim)
         if isinstance(self.backbone, ViT):
             yield from self._misfits(self.backbone)
         for number, evaluation in enumerate(self.evaluations):

@@ -21,7 +21,7 @@ from mpp.optim import Extend
 
 Recipe = TypeVar("Recipe")
 _HELD: dict[Path, TextIO] = {}  # open lock files: the kernel lets go of them when the process ends
-RECORDS = ("metrics.jsonl", "results.jsonl", "trace.jsonl", "skipped.jsonl")
+RECORDS = ("metrics.jsonl", "results.jsonl", "trace.jsonl", "skipped.jsonl", "unusual_updates.jsonl")
 
 
 def _locked(descriptor: int) -> bool:
@@ -104,6 +104,7 @@ class Run:
         self.results = JsonLines(path / "results.jsonl", is_main)
         self.trace = JsonLines(path / "trace.jsonl", is_main)
         self.skipped = JsonLines(path / "skipped.jsonl", is_main)
+        self.unusual = JsonLines(path / "unusual_updates.jsonl", is_main)
 
     @property
     def recipe(self) -> Path:
@@ -241,7 +242,7 @@ class Run:
 
     def save(self, step: int, tensors: dict[str, dict[str, Tensor]], documents: dict[str, Any], keep_last: int) -> None:
         """A checkpoint, whole or not at all; afterwards only the last few are kept. Main process only."""
-        for records in (self.metrics, self.results, self.trace, self.skipped):
+        for records in (self.metrics, self.results, self.trace, self.skipped, self.unusual):
             records.flush()
         facts = {"recipe": hashlib.sha256(self.recipe.read_bytes()).hexdigest(), "commit": commit()}
         checkpoint.save(self.path, step, tensors=tensors, documents=documents, facts=facts)

@@ -4,83 +4,16 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
 
 from mpp.chance import Purpose, seed_of
-from mpp.optim import Extend
-from mpp.runtime import Precision, Runtime
+from mpp.guard import Guard
+from mpp.runtime import Runtime
 
 Batch = dict[str, Any]
-Count = Annotated[int, Ge(0)]
-Positive = Annotated[int, Gt(0)]
-MAX_BAD_STEPS = 10  # non-finite updates in a row before the run is called lost
-
-
-# Fields of a training recipe that may change between a run and its continuation: nothing here changes what is learned.
-# Data may move, since its fingerprint is compared; train.extend may grow, which is checked by itself.
-FREE = frozenset(
-    {
-        "out",
-        "data.path",
-        "data.root",
-        "train.workers",
-        "train.log_every",
-        "train.checkpoint_every",
-        "train.keep_last",
-        "train.trackers",
-        "train.trace",
-        "train.extend",
-        "train.micro_batch_size",
-    }
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Train:
-    """How long, how much at a time, and what is written down."""
-
-    steps: Positive | None = 10_000
-    """optimiser updates; null = by epochs"""
-    epochs: Annotated[float, Gt(0)] | None = None
-    """passes over the training pictures, where steps is null"""
-    extend: tuple[Extend, ...] = ()
-    """stretches after the planned end of a finished run, e.g. --train.extend.steps 1000"""
-    batch_size: Positive = 256
-    """images per update over all devices; accumulation is derived"""
-    micro_batch_size: Positive | None = None
-    """images per device at once; null = batch_size / processes; never changes results beyond rounding"""
-    seed: Annotated[int, Ge(0), Lt(2**63)] = 0
-    """of weights, order, crops and masks"""
-    precision: Precision = "fp32"
-    """fp16 is refused on a CPU"""
-    compile: bool = False
-    """compile the transformer blocks (25-50 s at the start, then faster)"""
-    threads: Positive | None = None
-    """CPU threads per process; null = cores / processes"""
-    workers: Count = 0
-    """processes per device that read and decode training pictures; never changes results"""
-    log_every: Positive = 50
-    """steps between lines in metrics.jsonl"""
-    eval_every: Count = 0
-    """steps between held-out loss, pictures and evaluations; 0 = at the beginning and the end only"""
-    checkpoint_every: Count = 0
-    """steps between checkpoints; 0 = at the end and on a stop only"""
-    keep_last: Positive = 2
-    """checkpoints that are kept"""
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "aim", "comet_ml", "clearml", "trackio"], ...] = ()
-    """accelerate's trackers by name"""
-    trace: bool = False
-    """write the sample ids, and a hash of each view and mask, of every step to trace.jsonl (for comparing runs)"""
-
-    def faults(self) -> Iterator[tuple[str, str]]:
-        if (self.steps is None) == (self.epochs is None):
-            yield "steps", f"{self.steps} and epochs {self.epochs}: give one of them and set the other to null"
-        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
-            yield "micro_batch_size", f"{self.micro_batch_size} does not divide batch_size {self.batch_size}"
 
 
 @dataclass(frozen=True)
@@ -103,8 +36,9 @@ class Trainer:
     that sums over accumulation and processes are those of one large batch. learning_rate: step -> lr; a parameter
     group's `lr_scale` multiplies it. random: whether the task draws (dropout), from a generator that is then seeded
     from step, process and micro-batch. heeds_found_inf: whether the optimiser leaves an update out by itself when told
-    so on the device. observe: sees every batch before it goes to the device. after_update: gets the number of updates
-    done, after each. log: gets a record each `log_every` steps.
+    so on the device. spike_limit: see `Guard`. observe: sees every batch before it goes to the device. after_update:
+    gets the number of updates done, after each. log: gets a record each `log_every` steps. report: gets rows of updates
+    that were left out, or far off, from all processes.
     """
 
     def __init__(
@@ -120,10 +54,13 @@ class Trainer:
         seed: int,
         random: bool,
         heeds_found_inf: bool,
+        spike_limit: float | None,
+        max_nonfinite: int,
         log_every: int,
         observe: Callable[[int, Batch], None],
         after_update: Callable[[int], None],
         log: Callable[[dict[str, Any]], None],
+        report: Callable[[list[dict[str, Any]]], None],
     ):
         self.runtime, self.learning_rate, self.accumulation, self.batch_size = (
             runtime,
@@ -133,6 +70,8 @@ class Trainer:
         )
         self.clip, self.seed, self.log_every, self.observe, self.log = clip, seed, log_every, observe, log
         self.after_update, self.heeds_found_inf = after_update, heeds_found_inf
+        self.report, self.max_nonfinite = report, max_nonfinite
+        self.guard = Guard(runtime.device, spike_limit)
         self.task, self.optimizer = runtime.accelerator.prepare(task, optimizer)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.random = random
@@ -191,7 +130,8 @@ class Trainer:
         return not self.runtime.stop.agreed() or self.is_done(last_step)
 
     def state(self) -> dict[str, Any]:
-        """Step, what is still due at it, and the sums of every process's log window: floats, exact in JSON."""
+        """Step, what is still due at it, the guard, and the sums of every process's log window: exact in JSON."""
+        self._look()
         gathered: Any = self.runtime.accelerator.gather(self.window.sums)
         scaler = self.runtime.accelerator.scaler
         return {
@@ -199,18 +139,18 @@ class Trainer:
             "pending": list(self.pending),
             "ended": self.ended,
             "window": gathered.view(self.runtime.world, -1).tolist(),
+            "guard": self.guard.state(),
             "scaler": scaler.state_dict() if scaler else None,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.step, self.pending, self.ended = state["step"], list(state["pending"]), state.get("ended", False)
-        sums = torch.tensor(state["window"])
-        if len(sums) == self.runtime.world:
-            mine = sums[self.runtime.rank]
-        else:  # another number of processes continues the total; what is counted alike on each stays as it is
-            shared = len(Window.SUMMED)
-            mine = torch.cat([sums[:, :shared].sum(0) * (self.runtime.rank == 0), sums[0, shared:]])
-        self.window.sums.copy_(mine)
+        sums = torch.tensor(state["window"])[:, : len(Window.SUMMED)]
+        # Another number of processes continues the total.
+        alike = len(sums) == self.runtime.world
+        self.window.sums.copy_(sums[self.runtime.rank] if alike else sums.sum(0) * (self.runtime.rank == 0))
+        if guard := state.get("guard"):  # not in checkpoints before it came
+            self.guard.load_state(guard)
         if self.runtime.accelerator.scaler and state.get("scaler"):
             self.runtime.accelerator.scaler.load_state_dict(state["scaler"])
 
@@ -220,46 +160,73 @@ class Trainer:
             with self.window.waiting():
                 batch = next(batches)
             self.observe(self.step, batch)
+            ids = batch["id"]
             batch = {
                 key: v.to(self.runtime.device, non_blocking=True) for key, v in batch.items() if isinstance(v, Tensor)
             }
-            if self.random:
-                torch.manual_seed(seed_of(self.seed, Purpose.DROPOUT, self.step, self.runtime.rank, micro))
             last = micro == self.accumulation - 1
             # Gradients are averaged over processes once, with the last micro-batch.
             with contextlib.nullcontext() if last else self.runtime.accelerator.no_sync(self.task):
-                result = self.task(batch)
-                self.runtime.accelerator.backward(result["loss"] / (result["count"] * self.accumulation))
-            self.window.add(result, len(batch["id"]))
+                result = self._pass(batch, micro)
+                loss = self.guard.sound(result["loss"], ids) / (result["count"] * self.accumulation)
+                self.runtime.accelerator.backward(loss)
+            self.window.add(result, len(ids))
+            self.last_batch = batch
         self._apply()
 
+    def _pass(self, batch: Batch, micro: int) -> Batch:
+        """What the task makes of one micro-batch."""
+        if self.random:
+            torch.manual_seed(seed_of(self.seed, Purpose.DROPOUT, self.step, self.runtime.rank, micro))
+        return self.task(batch)
+
     def _apply(self) -> None:
-        """Clip and step; an update with a non-finite gradient is left out, on every process alike."""
+        """Clip and step; an update that the guard judges is left out, on every process alike."""
         accelerator = self.runtime.accelerator
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.step) * group.get("lr_scale", 1.0)
         limit = float("inf") if self.clip is None else self.clip
         norm = accelerator.clip_grad_norm_(self.parameters, limit)
         assert norm is not None
-        bad = (~norm.isfinite()).float()
+        out = self.guard.judge(self.step + 1, norm)
         if accelerator.scaler is None and self.heeds_found_inf:
             # The fused optimiser reads this flag on the device: no wait for it here.
-            self.optimizer.optimizer.found_inf, self.optimizer.optimizer.grad_scale = bad, None
-        if self.heeds_found_inf or accelerator.scaler is not None or not bad.item():
+            self.optimizer.optimizer.found_inf, self.optimizer.optimizer.grad_scale = out, None
+        if self.heeds_found_inf or accelerator.scaler is not None or not out.item():
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.window.norm = norm.detach()
-        self.window.count_bad(bad)
+        if self.guard.is_due:
+            self._look()
+
+    def _look(self) -> None:
+        """Unusual updates, reported; FloatingPointError where too many in a row were not finite."""
+        if found := self.guard.look():
+            self.report(self.runtime.gather_objects([one.row(self.runtime.rank) for one in found]))
+        limit = min(self.max_nonfinite, self.last_step)
+        if len(streak := self.guard.streak) >= limit:
+            raise FloatingPointError(
+                f"loss or gradient was not finite for {len(streak)} updates in a row, steps {streak[0]:,} to "
+                f"{streak[-1]:,}; none was applied.\n{self._blame()}\nSteps, processes and samples are in "
+                f"unusual_updates.jsonl. Try a lower optim.lr, precision: fp32, or another look at the data"
+            )
+
+    def _blame(self) -> str:
+        """Where the last micro-batch's loss and gradient are not finite: made again by each process for itself."""
+        self.optimizer.zero_grad()
+        with self.runtime.accelerator.no_sync(self.task):
+            result = self._pass(self.last_batch, self.accumulation - 1)
+            self.runtime.accelerator.backward(result["loss"] / result["count"])
+        gradients = [(name, p.grad) for name, p in self.task.named_parameters() if p.grad is not None]
+        bad = [name.removeprefix("module.") for name, gradient in gradients if not gradient.isfinite().all()]
+        where = f"not finite in {len(bad)} of {len(gradients)} parameters, {bad[0]} among them" if bad else "finite"
+        told = f"  process {self.runtime.rank}: loss {result['loss'].item() / result['count']:.4g}, gradient {where}"
+        return "\n".join(["The last batch again, each process for itself:", *self.runtime.gather_objects([told])])
 
     def _log(self) -> None:
-        record = self.window.summary(self.runtime)
-        limit = min(MAX_BAD_STEPS, self.last_step)
-        if record.pop("longest_bad_streak") >= limit:
-            raise FloatingPointError(
-                f"the gradient was not finite for {limit} steps in a row up to step {self.step}; none "
-                f"was applied. Try a lower optim.lr or precision: fp32, and look for broken values in the data"
-            )
+        self._look()
         head = {"step": self.step, "images_seen": self.step * self.batch_size}
+        record = self.window.summary(self.runtime) | self.guard.counted()
         self.log(head | record | {"lr": self.learning_rate(self.step - 1)})
 
 
@@ -267,45 +234,36 @@ class Window:
     """Sums since the last log line, kept on the device, and the clock."""
 
     SUMMED = ("loss", "count", "correct")  # over processes
-    ALIKE = ("bad", "bad_streak", "longest_bad_streak")  # the same on each, since gradients are
 
     def __init__(self, device: torch.device):
-        self.sums = torch.zeros(len(self.SUMMED) + len(self.ALIKE), device=device)
+        self.sums = torch.zeros(len(self.SUMMED), device=device)
         self.norm = torch.zeros((), device=device)
         self.has_correct = False
         self.restart_clock()
 
     def add(self, result: Batch, images: int) -> None:
         self.has_correct = "correct" in result
-        correct = result.get("correct", torch.zeros_like(result["loss"]))
-        self.sums[:3] += torch.stack(
-            [result["loss"].detach(), torch.full_like(result["loss"], result["count"]), correct]
-        ).detach()
+        """A micro-batch; one without a finite loss counts for nothing, as it teaches nothing."""
+        loss = result["loss"].detach()
+        correct = result.get("correct", torch.zeros_like(loss))
+        values = torch.stack([loss, torch.full_like(loss, result["count"]), correct.detach()])
+        self.sums += torch.where(loss.isfinite(), values, 0.0)
         self.images += images
-
-    def count_bad(self, bad: Tensor) -> None:
-        self.sums[3] += bad
-        self.sums[4] = (self.sums[4] + bad) * bad
-        self.sums[5] = torch.maximum(self.sums[5], self.sums[4])
 
     def summary(self, runtime: Runtime) -> dict[str, Any]:
         """Means over the window and all processes; starts the next window."""
-        sums: Any = runtime.accelerator.reduce(self.sums[:3].clone(), reduction="sum")
+        sums: Any = runtime.accelerator.reduce(self.sums.clone(), reduction="sum")
         loss, count, correct = sums.tolist()
-        bad, _, longest = self.sums[3:].tolist()
         seconds = max(time.perf_counter() - self.started, 1e-9)
         record = {
-            "loss": loss / count,
+            "loss": loss / count if count else float("nan"),
             "grad_norm": self.norm.item(),
             "images_per_second": self.images * runtime.world / seconds,
             "data_wait": self.waited / seconds,
-            "skipped_updates": int(bad),
-            "longest_bad_streak": longest,
         }
         if self.has_correct:
-            record["accuracy"] = correct / count
-        self.sums[:4] = 0
-        self.sums[5] = self.sums[4]
+            record["accuracy"] = correct / count if count else float("nan")
+        self.sums.zero_()
         self.restart_clock()
         return record
 

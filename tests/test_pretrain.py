@@ -455,9 +455,16 @@ def test_an_update_with_a_non_finite_gradient_is_left_out_and_counted(recipe, mo
         return result | {"loss": result["loss"] * float("nan")} if calls[0] in (5, 6) else result
 
     monkeypatch.setattr(MaskedPatchPrediction, "forward", poisoned)
-    config = recipe("--train.log_every=6")
+    config = recipe("--train.log_every=6", "--train.trace=true")
     assert pretrain(config) == 0
-    assert [row["skipped_updates"] for row in lines(config.out) if "loss" in row] == [2]
+    (record,) = (row for row in lines(config.out) if "loss" in row)
+    assert record["skipped_updates"] == 2 and math.isfinite(record["loss"])
+    unusual, trace = lines(config.out, "unusual_updates.jsonl"), lines(config.out, "trace.jsonl")
+    assert len({row["step"] for row in unusual}) == 2
+    for row in unusual:
+        assert row["kind"] == "not finite" and row["process"] == 0 and not row["own_loss_is_finite"]
+        assert row["ids"] == trace[row["step"] - 1]["ids"] and len(row["names"]) == len(row["ids"])
+        assert all(name.endswith(".png") for name in row["names"])
     assert all(value.isfinite().all() for value in weights(config.out, 6).values())
     calls[0] = -1000
 
@@ -466,7 +473,10 @@ def test_an_update_with_a_non_finite_gradient_is_left_out_and_counted(recipe, mo
         "forward",
         lambda self, batch: {"loss": forward(self, batch)["loss"] * float("nan"), "count": 64},
     )
-    with pytest.raises(FloatingPointError, match="10 steps in a row"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"(?s)10 updates in a row, steps 1 to 10;.*process 0: loss nan, gradient not finite in .*unusual_up",
+    ):
         pretrain(recipe("--train.steps=12", "--train.log_every=12", out="lost"))
 
 
@@ -550,6 +560,41 @@ def test_an_unreadable_environment_is_named(recipe, content):
         (config.out / "environment.json").write_text(content)
     with pytest.raises(ValueError, match=r"environment\.json"):
         pretrain(config)
+
+
+def test_a_spike_is_left_out_alike_by_a_run_that_was_stopped_and_went_on(recipe, monkeypatch):
+    """Also where the optimiser does not heed found_inf."""
+    from mpp.tasks import MaskedPatchPrediction
+
+    forward = MaskedPatchPrediction.forward
+
+    def loud(self, batch):
+        result = forward(self, batch)
+        is_it = self.training and bool(((batch["epoch"] == 5) & (batch["id"] == 3)).any())
+        return result | {"loss": result["loss"] * (1e4 if is_it else 1)}
+
+    monkeypatch.setattr(MaskedPatchPrediction, "forward", loud)
+    for kind in ("", "--optim.kind=timm --optim.name=adamw --optim.lr=1e-3"):
+        words = [*kind.split(), "--optim.skip_above=8", "--train.steps=40", "--train.log_every=40"]
+        words += ["--train.checkpoint_every=10"]
+        twin, config = recipe(*words, out=f"twin{len(kind)}"), recipe(*words, out=f"stopped{len(kind)}")
+        assert pretrain(twin) == 0
+        rows = lines(twin.out, "unusual_updates.jsonl")
+        assert [row["kind"] for row in rows] == ["spike"] and rows[0]["gradient_norm"] > 100 * rows[0]["usual_norm"]
+        (record,) = (row for row in lines(twin.out) if "loss" in row)
+        assert record["skipped_updates"] == record["gradient_spikes"] == 1
+        with monkeypatch.context() as patch:
+            _die_after(patch, rows[0]["step"] + 1)
+            with pytest.raises(KeyboardInterrupt):
+                pretrain(config)
+        assert pretrain(config) == 0
+        assert_same_run(config.out, twin.out, 40)
+        assert lines(config.out, "unusual_updates.jsonl") == rows
+
+
+def test_a_limit_for_spikes_does_not_go_with_fp16(recipe):
+    with pytest.raises(RecipeError, match=r"optim.skip_above: .*fp16"):
+        recipe("--optim.skip_above=8", "--train.precision=fp16")
 
 
 def test_numbers_that_are_not_finite_end_a_run_however_short_it_is(recipe):

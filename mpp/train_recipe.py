@@ -1,0 +1,87 @@
+"""What training recipes have in common: how long, how much at a time, what is written down."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from mpp.optim import Extend, Optim
+from mpp.runtime import Precision
+
+Count = Annotated[int, Ge(0)]
+Positive = Annotated[int, Gt(0)]
+
+
+# Fields of a training recipe that may change between a run and its continuation: nothing here changes what is learned.
+# Data may move, since its fingerprint is compared; train.extend may grow, which is checked by itself.
+FREE = frozenset(
+    {
+        "out",
+        "data.path",
+        "data.root",
+        "train.workers",
+        "train.log_every",
+        "train.checkpoint_every",
+        "train.keep_last",
+        "train.trackers",
+        "train.trace",
+        "train.extend",
+        "train.micro_batch_size",
+        "train.max_nonfinite",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How long, how much at a time, and what is written down."""
+
+    steps: Positive | None = 10_000
+    """optimiser updates; null = by epochs"""
+    epochs: Annotated[float, Gt(0)] | None = None
+    """passes over the training pictures, where steps is null"""
+    extend: tuple[Extend, ...] = ()
+    """stretches after the planned end of a finished run, e.g. --train.extend.steps 1000"""
+    batch_size: Positive = 256
+    """images per update over all devices; accumulation is derived"""
+    micro_batch_size: Positive | None = None
+    """images per device at once; null = batch_size / processes; never changes results beyond rounding"""
+    seed: Annotated[int, Ge(0), Lt(2**63)] = 0
+    """of weights, order, crops and masks"""
+    precision: Precision = "fp32"
+    """fp16 is refused on a CPU"""
+    compile: bool = False
+    """compile the transformer blocks (25-50 s at the start, then faster)"""
+    threads: Positive | None = None
+    """CPU threads per process; null = cores / processes"""
+    workers: Count = 0
+    """processes per device that read and decode training pictures; never changes results"""
+    log_every: Positive = 50
+    """steps between lines in metrics.jsonl"""
+    eval_every: Count = 0
+    """steps between held-out loss, pictures and evaluations; 0 = at the beginning and the end only"""
+    checkpoint_every: Count = 0
+    """steps between checkpoints; 0 = at the end and on a stop only"""
+    keep_last: Positive = 2
+    """checkpoints that are kept"""
+    max_nonfinite: Positive = 10
+    """updates in a row with a loss or gradient that is not finite, none of them applied, before the run stops"""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "aim", "comet_ml", "clearml", "trackio"], ...] = ()
+    """accelerate's trackers by name"""
+    trace: bool = False
+    """write the sample ids, and a hash of each view and mask, of every step to trace.jsonl (for comparing runs)"""
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        if (self.steps is None) == (self.epochs is None):
+            yield "steps", f"{self.steps} and epochs {self.epochs}: give one of them and set the other to null"
+        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
+            yield "micro_batch_size", f"{self.micro_batch_size} does not divide batch_size {self.batch_size}"
+
+
+def contradictions(train: Train, optim: Optim) -> Iterator[tuple[str, str]]:
+    """Faults (field, message) of a training recipe that neither section can see alone."""
+    if train.steps is not None and (fault := optim.warmup_fault(train.steps, f"train.steps {train.steps}")):
+        yield "optim.warmup_steps", fault
+    if optim.skip_above and train.precision == "fp16":
+        yield "optim.skip_above", "does not go with fp16, whose loss scaling leaves out updates by itself; try bf16"
