@@ -1,14 +1,21 @@
 """A command line: a recipe, a job, its mistakes in one line, its exit code."""
 
+import json
 import os
+import re
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mpp.exit_codes import EXIT_FAILED, EXIT_MISTAKE
+
+LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out", re.IGNORECASE)
+PATIENCE = 5.0  # seconds that other processes than 0 keep a mistake to themselves
 
 
 def run(name: str, read: Callable[[list[str]], Any]) -> int:
@@ -26,6 +33,11 @@ def run(name: str, read: Callable[[list[str]], Any]) -> int:
         return code
     except (ValueError, FloatingPointError, OSError) as error:  # OSError: a full disk, a folder that went away
         return told(name, error, EXIT_FAILED)
+    except RuntimeError as error:
+        if not is_of_another_process(error):
+            raise
+        traceback.print_exc()  # where this one waited
+        return told_lost(name, error)
 
 
 def part() -> None:
@@ -39,9 +51,45 @@ def part() -> None:
 
 def told(name: str, error: Exception, code: int) -> int:
     """The message on stderr, once for all processes."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{name}: {error}", file=sys.stderr)
+    if (rank := rank_of()) != "0":
+        # Where process 0 has told it too, the launcher ends this one meanwhile.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PATIENCE)
+        name = f"{name}, process {rank}"
+    say_last(f"{name}: {error}")
     return code
+
+
+def say_last(text: str) -> None:
+    """On stderr, and again by the launcher, whose own summary is the last thing on the screen."""
+    print(text, file=sys.stderr)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(report).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
+
+
+def told_lost(name: str, error: Exception) -> int:
+    """A process that is gone, or does not answer. Of one that is gone the launcher says what ended it."""
+    ending = "what was saved stays, and the same command goes on"
+    if "timed out" in str(error).lower():
+        waited = "did not answer within train.timeout"
+        say_last(f"{name}: process {rank_of()} gave up: another process {waited}, or is not there; {ending}")
+    else:
+        print(f"{name}: process {rank_of()} lost another process, told of below; {ending}", file=sys.stderr)
+    return EXIT_FAILED
+
+
+def rank_of() -> str:
+    """This process among those of a launcher."""
+    return os.environ.get("RANK", "0")
+
+
+def is_of_another_process(error: RuntimeError) -> bool:
+    """Whether torch says so of processes that wait for each other: one of them is gone, or too late."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    import torch.distributed
+
+    return isinstance(error, torch.distributed.DistError) or bool(LOST.search(str(error)))
 
 
 def pretrain_command(doc: str, default: Path) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, MinLen
 
+from mpp.agreement import check_same_data, check_same_start
 from mpp.architectures import BackboneSpec, ImageSize
 from mpp.backbones import Backbone, build_backbone, choose_attention, create_backbone
 from mpp.classify_recipe import ClassifyConfig
@@ -60,6 +61,7 @@ class Evaluating:
     """One evaluation of some weights."""
 
     def __init__(self, weights: str, config: EvaluateConfig, runtime: Runtime):
+        check_same_start(runtime, config)
         check_exists(weights)
         self.weights, self.config, self.runtime = weights, config, runtime
         self.run = run_of(weights)
@@ -79,6 +81,8 @@ class Evaluating:
         with runtime.accelerator.main_process_first():
             self.opened = {repr(source): open_splits(source) for source in self._sources()}
             self.backbone = self._load(channels.pop())
+        parts = [part.dataset for splits in self.opened.values() for part in (splits.train, splits.heldout)]
+        check_same_data(runtime, parts)
         self.classifier = stored_classifier(weights, self.backbone)
         for evaluation in config.evaluations:
             splits = self.opened[repr(evaluation.data or self.data)]

@@ -10,13 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
+from mpp.agreement import check_same_data, check_same_start
 from mpp.backbones import Backbone, compile_in_place
 from mpp.checkpoint import Checkpoint
 from mpp.config import dump_recipe
+from mpp.data.dataset import listed
 from mpp.data.loader import Pictures, TrainingViews, training_batches
 from mpp.data.order import Share
 from mpp.data.skipped import SkipList
 from mpp.data.sources import Subset
+from mpp.data.workers import check_machine
 from mpp.exit_codes import EXIT_STOPPED
 from mpp.guard import told
 from mpp.header import of_time
@@ -30,6 +33,8 @@ from mpp.trace import Trace
 from mpp.train_recipe import Train
 from mpp.trainer import Event, Trainer
 from mpp.words import plural
+
+FEW_BAD = 20  # unreadable pictures that end no run, whatever their share
 
 
 class Job(ABC):
@@ -51,6 +56,7 @@ class Job(ABC):
         then go to train.log alone, and `init` may be spelled anew."""
         assert config.out is not None, "the caller names the run folder"
         self.config, self.runtime = config, runtime
+        check_same_start(runtime, config)
         self.files = Run(config.out, runtime.is_main)
         runtime.on_main(self.files.check)  # before minutes are spent on data and baselines
         self.free = type(self).free | {"init"} if is_part else type(self).free
@@ -139,9 +145,16 @@ class Job(ABC):
         if train.compile:
             compile_in_place(self.backbone)
         pin = self.runtime.device.type == "cuda"
-        batches = training_batches(self.train_views, self.share, trainer.step, self.total_steps, train.workers, pin)
+        span = (trainer.step, self.total_steps)
+        batches = training_batches(self.train_views, self.share, *span, train.workers, pin, train.data_timeout)
+        self.runtime.wait_at_most(train.timeout)
         self.progress = Progress(self.runtime, trainer.step, self.total_steps, train.batch_size)
-        done = trainer.fit(batches, self.total_steps, self._events())
+        try:
+            done = trainer.fit(batches, self.total_steps, self._events())
+        except RuntimeError as error:
+            if "DataLoader" not in str(error):
+                raise
+            raise ValueError(self._told_worker(str(error))) from None
         self.progress.close()
         if not done:
             self._save(trainer.step)
@@ -150,11 +163,37 @@ class Job(ABC):
             )
         return done
 
+    def _told_worker(self, error: str) -> str:
+        """A worker that is gone, or too slow, and the pictures it was at."""
+        where = self.train_views.pictures.whereabouts
+        names = [self.data_parts[0].name(id) for id in where.of(error)] if where else []
+        at = f"; it was at {listed(names)}" if names else ""
+        return (
+            f"train.workers: {error.partition('. ')[0].rstrip('.')}{at}. A picture that ends or stops a program should "
+            f"be taken out; a machine short of memory wants fewer workers. The same command goes on from the last "
+            f"checkpoint"
+        )
+
+    def _check_readable(self) -> None:
+        """ValueError where too many of the training pictures could not be used; after a flush, so on all processes."""
+        bad, limit = self.skips.count("train"), self.config.train.max_unreadable
+        seen = min(len(self.train_views.pictures.subset), self.trainer.step * self.config.train.batch_size)
+        if bad >= FEW_BAD and bad > limit * seen:
+            raise ValueError(
+                f"{bad:,} of about {seen:,} training pictures read so far could not be used, more than "
+                f"train.max_unreadable {limit:g} allows: {self.skips.file.path} names them with reasons. Is "
+                f"{self.data_description} what you meant?"
+            )
+
+    def _flush_skipped(self, step: int) -> None:
+        self.skips.flush()
+        self._check_readable()
+
     def _events(self) -> list[Event]:
         """What is due, in order."""
         train = self.config.train
         return [
-            Event("skipped", train.log_every, lambda step: self.skips.flush(), last=True),
+            Event("skipped", train.log_every, self._flush_skipped, last=True),
             Event("evaluate", train.eval_every, self._evaluate, last=True),
             Event("save", train.checkpoint_every, self._save, last=True),
         ]
@@ -174,13 +213,17 @@ class Job(ABC):
             "images": len(self.data_parts[0]),
             "description": self.data_description,
         }
+        check_same_data(self.runtime, self.data_parts)
+        views = self.train_views
+        size = self.share.micro_batch_size * views.pictures.channels * math.prod(views.size)
+        machine = check_machine(self.config.train.workers, size)
         facts = environment(self.runtime) | {"data": data, "commit": commit()}
         facts |= {"micro_batch_size": self.share.micro_batch_size, "steps": self.total_steps}
         begin: Callable[[], Any] = lambda: self.files.begin(self.config, facts, self.free, self._is_split_sensitive())  # noqa: E731
         path, notes = self.runtime.on_main(begin)
         if self.runtime.is_main:
             self.runtime.log_file = self.files.path / "train.log"
-        for note in notes:
+        for note in [*machine, *notes]:
             self.runtime.log(f"note       {note}")
         if self.config.train.trackers:
             self.runtime.accelerator.init_trackers("mpp", {"recipe": dump_recipe(self.config)})

@@ -8,6 +8,7 @@ from typing import Annotated
 from annotated_types import Gt
 from torch import Tensor
 
+from mpp.agreement import check_same_start
 from mpp.architectures import ImageSize
 from mpp.backbones import choose_attention
 from mpp.data.dataset import listed
@@ -65,6 +66,7 @@ class Predicting:
     def __init__(self, weights: str, config: PredictConfig, runtime: Runtime):
         assert config.images is not None, "the recipe's faults ask for images"
         self.config, self.runtime = config, runtime
+        check_same_start(runtime, config)
         self.backbone = load_backbone(weights, image_size=config.image_size, resampling=config.resampling)
         classifier = stored_classifier(weights, self.backbone)
         if classifier is None:

@@ -1,6 +1,7 @@
 """The one place that makes an Accelerator: devices, processes, threads, precision; and the log and the stop signal."""
 
 import ctypes
+import faulthandler
 import os
 import platform
 import signal
@@ -24,6 +25,8 @@ T = TypeVar("T")
 Precision = Literal["fp32", "bf16", "fp16"]
 
 _TO_ACCELERATE = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+START = timedelta(hours=2)  # others wait while the main process downloads data or indexes them
+STUCK = 20  # seconds after a signal: a launcher kills after 30
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -85,6 +88,14 @@ class Runtime:
             raise ValueError(answer[1])
         return answer[0]
 
+    def wait_at_most(self, seconds: int) -> None:
+        """From now on a process that waits longer for the others ends with an error, and so ends the job."""
+        if self.world > 1:
+            set_timeout = getattr(torch.distributed, "set_timeout", None)  # a name that torch 2.9 has not
+            set_timeout = set_timeout or torch.distributed.distributed_c10d._set_pg_timeout
+            for group in (None, self.stop.group):
+                set_timeout(timedelta(seconds=seconds), group)
+
     def summed(self, values: Tensor) -> Tensor:
         """Sum over processes, on the CPU. Where each entry was filled by one of them, adding the zeros is exact."""
         if self.world == 1:
@@ -118,10 +129,9 @@ def start(
         log_with=list(trackers) or None,  # pyright: ignore
         project_dir=folder,
         # No buffer changes in training; views avoid a second copy of the gradients.
-        # Others wait while the main process downloads, evaluates or saves.
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=timedelta(hours=2)),
+            InitProcessGroupKwargs(timeout=START),
         ],
     )
     # accelerate has no other name for it yet; a user can do nothing about it.
@@ -142,7 +152,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested = False
         self._launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "LOCAL_RANK" in os.environ
-        self._group: Any = None
+        self.group: Any = None
         if self._launched:  # without one, the parent is a shell, and its end is no reason to stop (nohup)
             _ask_for_term_when_the_parent_dies()
         for number in _SIGNALS:
@@ -152,14 +162,16 @@ class StopSignal:
     def agree_across(self, accelerator: Accelerator) -> None:
         if accelerator.num_processes > 1:
             # On the CPU whatever the device: asking every step must not wait for a GPU.
-            self._group = torch.distributed.new_group(backend="gloo")
+            self.group = torch.distributed.new_group(backend="gloo", timeout=START)
 
     def agreed(self) -> bool:
         """Whether any process was asked to stop; every process gets the same answer, so call it on all."""
-        if self._group is None:
+        if self.group is None:
             return self.requested
         flag = torch.tensor(int(self.requested))
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self.group)
+        if flag:
+            faulthandler.cancel_dump_traceback_later()
         return bool(flag)
 
     def _receive(self, number: int, frame: Any) -> None:
@@ -167,6 +179,8 @@ class StopSignal:
             os.write(2, b"second signal: leaving now; saved is what was saved before\n")
             os._exit(128 + number)
         self.requested = True
+        if self.group is not None:  # a process that hangs is asked where, before the launcher kills it
+            faulthandler.dump_traceback_later(STUCK)
         os.write(2, f"\n{signal.Signals(number).name}: finishing what is being done, saving, leaving\n".encode())
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from mpp.optim import Extend, Optim
 from mpp.runtime import Precision
@@ -29,6 +29,9 @@ FREE = frozenset(
         "train.extend",
         "train.micro_batch_size",
         "train.max_nonfinite",
+        "train.timeout",
+        "train.data_timeout",
+        "train.max_unreadable",
     }
 )
 
@@ -57,6 +60,10 @@ class Train:
     """CPU threads per process; null = cores / processes"""
     workers: Count = 0
     """processes per device that read and decode training pictures; never changes results"""
+    data_timeout: Count = 600
+    """seconds that a worker may take for a batch before the run ends and names the picture; 0 = for ever"""
+    max_unreadable: Annotated[float, Gt(0), Le(1)] = 0.5
+    """share of the training pictures read so far that may be unreadable before the run ends"""
     log_every: Positive = 50
     """steps between lines in metrics.jsonl"""
     eval_every: Count = 0
@@ -65,6 +72,8 @@ class Train:
     """steps between checkpoints; 0 = at the end and on a stop only"""
     keep_last: Positive = 2
     """checkpoints that are kept"""
+    timeout: Positive = 1800
+    """seconds that processes wait for one another before the job ends; more than a save or an evaluation takes"""
     max_nonfinite: Positive = 10
     """updates in a row with a loss or gradient that is not finite, none of them applied, before the run stops"""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "aim", "comet_ml", "clearml", "trackio"], ...] = ()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -633,6 +634,19 @@ def test_an_evaluation_without_an_answer_does_not_cost_the_run(recipe, pictures,
     assert pretrain(config) == 0
     assert {row["evaluation"] for row in lines(config.out, "results.jsonl")} == {"fewshot"}
     assert "knn gave no score: 7 of 35" in (config.out / "train.log").read_text()
+
+
+def test_too_many_unreadable_pictures_end_the_run_and_name_the_list(recipe, tmp_path, pictures):
+    folder = tmp_path / "mixed"
+    shutil.copytree(pictures, folder)
+    for number in range(60):
+        (folder / f"{number}.txt").write_text("a note beside the picture")
+    words = (f"--data.path={folder}", "--data.heldout=0.1", "--train.steps=30", "--train.log_every=5")
+    with pytest.raises(ValueError, match=r"training pictures read so far could not be used.*max_unreadable 0.5"):
+        pretrain(recipe(*words, "--train.max_unreadable=0.5"))
+    listed = lines(tmp_path / "run", "skipped.jsonl")
+    assert 20 <= len(listed) < 60 and all(row["name"].endswith(".txt") for row in listed)
+    assert pretrain(recipe(*words, "--train.max_unreadable=0.7", out="allowed")) == 0
 
 
 def test_a_folder_has_one_writer(recipe, tmp_path, monkeypatch):

@@ -11,9 +11,11 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from mpp.data.decode import DecodeError, decode
+from mpp.data.folders import attempt
 from mpp.data.order import Order, Share
 from mpp.data.sources import Subset
 from mpp.data.transforms import Augment, fixed_view
+from mpp.data.workers import PREFETCH, Attempts, Whereabouts
 from mpp.patches import Size
 
 MAX_SPARES = 100  # unreadable replacements in a row before the data as a whole is called unreadable
@@ -33,17 +35,38 @@ class Pictures:
 
     def __init__(self, subset: Subset, channels: int, range: tuple[float, float] | None):
         self.subset, self.channels, self.range = subset, channels, range
+        self.whereabouts: Whereabouts | None = None
+        self.attempts = Attempts()
 
     def views(self, ids: Sequence[int], make: Callable[[int, Tensor], Tensor]) -> list[Tensor | Skipped]:
         """`make(row, picture)` of each id, or why there is none. picture: uint8 (C, h, w), upright.
 
         One picture is decoded at a time: a batch of camera photographs would take gigabytes before it is cropped.
         """
-        raws = self.subset.dataset.read(ids)
+        raws = self._read(ids)
         decoded = (self._decoded(id, raw) for id, raw in zip(ids, raws, strict=True))
-        return [p if isinstance(p, Skipped) else make(row, p) for row, p in enumerate(decoded)]
+        made = [p if isinstance(p, Skipped) else make(row, p) for row, p in enumerate(decoded)]
+        self._note(-1)
+        return made
+
+    def _note(self, id: int) -> None:
+        if self.whereabouts is not None:
+            self.whereabouts.note(id)
+
+    def _read(self, ids: Sequence[int]) -> "Sequence[Any]":
+        """What the dataset has for each id; what fails for all at once is asked for one by one."""
+        self._note(int(ids[0]) if len(ids) else -1)
+        try:
+            return self.subset.dataset.read(ids)
+        except OSError:
+            return [attempt(self._read_one, id) for id in ids]
+
+    def _read_one(self, id: int) -> Any:
+        return self.subset.dataset.read([id])[0]
 
     def _decoded(self, id: int, raw: Any) -> Tensor | Skipped:
+        self._note(int(id))
+        raw = self.attempts.again(raw, lambda: attempt(self._read_one, id))
         try:
             if isinstance(raw, Exception):
                 raise DecodeError(f"cannot be read: {raw}")
@@ -83,8 +106,8 @@ class TrainingViews(TorchDataset):
     def _replace(self, row: int, epochs: Tensor, ids: Tensor, views: list[Tensor | Skipped]) -> list[Skipped]:
         """Puts the first readable spare in the place of a bad picture; the names of all that were bad."""
         skipped, bad = [cast(Skipped, views[row])], int(ids[row])
-        for attempt in range(MAX_SPARES):
-            spare = self.order.spare(int(epochs[row]), bad, attempt)
+        for number in range(MAX_SPARES):
+            spare = self.order.spare(int(epochs[row]), bad, number)
             ids[row] = int(self.pictures.subset.ids[spare])
             view = self._views(epochs[row : row + 1], ids[row : row + 1])[0]
             if not isinstance(view, Skipped):
@@ -121,13 +144,22 @@ class FixedViews(TorchDataset):
 
 
 def training_batches(
-    views: TrainingViews, share: Share, first_step: int, last_step: int, workers: int, pin: bool = False
+    views: TrainingViews,
+    share: Share,
+    first_step: int,
+    last_step: int,
+    workers: int,
+    pin: bool = False,
+    timeout: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """One process's micro-batches from `first_step` on, the same for any number of workers.
+
+    RuntimeError from a worker that ends, or that takes longer than `timeout` seconds (0: for ever) for a batch.
 
     The only place that forks workers, and once: a fork right after another loader has ended may meet its dying threads
     and hang for ever (seen with CPython 3.11.7: the child waits for the lock over thread states).
     """
+    views.pictures.whereabouts = Whereabouts(workers)
     loader = DataLoader(
         views,
         batch_sampler=cast(Any, share.micro_batches(first_step, last_step)),
@@ -135,7 +167,8 @@ def training_batches(
         collate_fn=_as_it_is,
         worker_init_fn=_leave_signals_to_the_parent,
         pin_memory=pin,
-        prefetch_factor=4 if workers else None,
+        prefetch_factor=PREFETCH if workers else None,
+        timeout=timeout if workers else 0,
     )
     return iter(loader)
 

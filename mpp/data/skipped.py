@@ -22,6 +22,10 @@ class SkipList:
     def __len__(self) -> int:
         return len(self.known)
 
+    def count(self, split: str) -> int:
+        """How many of a split are named in the file; the same on every process after a flush."""
+        return sum(name == split for name, _ in self.known)
+
     def add(self, split: str, skipped: Iterable[Skipped]) -> None:
         """What was met while reading a split: train, heldout, or an evaluation's data by name."""
         self.pending |= {(split, s.id): s for s in skipped if (split, s.id) not in self.known}
