@@ -177,7 +177,8 @@ class Job(ABC):
     def _check_readable(self) -> None:
         """ValueError where too many of the training pictures could not be used; after a flush, so on all processes."""
         bad, limit = self.skips.count("train"), self.config.train.max_unreadable
-        seen = min(len(self.train_views.pictures.subset), self.trainer.step * self.config.train.batch_size)
+        used = self.trainer.step * self.config.train.batch_size  # and every bad one was read beside them
+        seen = min(len(self.train_views.pictures.subset), used + bad)
         if bad >= FEW_BAD and bad > limit * seen:
             raise ValueError(
                 f"{bad:,} of about {seen:,} training pictures read so far could not be used, more than "
