@@ -148,9 +148,10 @@ def verify(path: Path) -> None:
     Checkpoint(path).verify()
 
 
-def prune(run: Path, keep_last: int) -> list[Path]:
+def prune(run: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
     """Delete all but the `keep_last` (>= 1) newest valid checkpoints, and leftovers; return what was deleted.
 
+    Those whose step is a multiple of `keep_every` stay beside them (0: none does).
     The newest valid one is found by a full check, the others go by their sizes. Invalid ones count for
     nothing and stay, for a person to look at. For the run's one writer, after a save.
     """
@@ -163,7 +164,7 @@ def prune(run: Path, keep_last: int) -> list[Path]:
         if is_valid(path, sizes_only=True):
             if kept < keep_last:
                 kept += 1
-            else:
+            elif not keep_every or step_of(path) % keep_every:
                 discard(path)
                 gone.append(path)
     return gone

@@ -52,7 +52,8 @@ def begin(config: ClassifyConfig, is_part: bool = False) -> "Classifying":
 
     is_part: see `Job`.
     """
-    runtime = start(config.train.precision, config.train.threads, config.train.trackers, config.out)
+    train = config.train
+    runtime = start(train.precision, train.threads, train.trackers, config.out, train.signals)
     return Classifying(config, runtime, is_part)
 
 

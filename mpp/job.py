@@ -14,12 +14,12 @@ from mpp.agreement import check_same_data, check_same_start
 from mpp.backbones import Backbone, compile_in_place
 from mpp.checkpoint import Checkpoint
 from mpp.config import dump_recipe
-from mpp.data.dataset import listed
-from mpp.data.loader import Pictures, TrainingViews, training_batches
+from mpp.data.loader import Pictures, TrainingViews, told_worker, training_batches
 from mpp.data.order import Share
 from mpp.data.skipped import SkipList
 from mpp.data.sources import Subset
 from mpp.data.workers import check_machine
+from mpp.disk import check_room, size_of
 from mpp.exit_codes import EXIT_STOPPED
 from mpp.guard import told
 from mpp.header import of_time
@@ -33,8 +33,6 @@ from mpp.trace import Trace
 from mpp.train_recipe import Train
 from mpp.trainer import Event, Trainer
 from mpp.words import plural
-
-FEW_BAD = 20  # unreadable pictures that end no run, whatever their share
 
 
 class Job(ABC):
@@ -154,7 +152,7 @@ class Job(ABC):
         except RuntimeError as error:
             if "DataLoader" not in str(error):
                 raise
-            raise ValueError(self._told_worker(str(error))) from None
+            raise ValueError(told_worker(str(error), self.train_views.pictures)) from None
         self.progress.close()
         if not done:
             self._save(trainer.step)
@@ -163,32 +161,17 @@ class Job(ABC):
             )
         return done
 
-    def _told_worker(self, error: str) -> str:
-        """A worker that is gone, or too slow, and the pictures it was at."""
-        where = self.train_views.pictures.whereabouts
-        names = [self.data_parts[0].name(id) for id in where.of(error)] if where else []
-        at = f"; it was at {listed(names)}" if names else ""
-        return (
-            f"train.workers: {error.partition('. ')[0].rstrip('.')}{at}. A picture that ends or stops a program should "
-            f"be taken out; a machine short of memory wants fewer workers. The same command goes on from the last "
-            f"checkpoint"
-        )
-
-    def _check_readable(self) -> None:
-        """ValueError where too many of the training pictures could not be used; after a flush, so on all processes."""
-        bad, limit = self.skips.count("train"), self.config.train.max_unreadable
-        used = self.trainer.step * self.config.train.batch_size  # and every bad one was read beside them
-        seen = min(len(self.train_views.pictures.subset), used + bad)
-        if bad >= FEW_BAD and bad > limit * seen:
+    def _flush_skipped(self, step: int) -> None:
+        """ValueError where too many of the training pictures could not be used."""
+        self.skips.flush()
+        bad = self.skips.count("train")
+        seen = min(len(self.train_views.pictures.subset), step * self.config.train.batch_size + bad)
+        if self.skips.is_too_much(bad, seen, self.config.train.max_unreadable):
             raise ValueError(
                 f"{bad:,} of about {seen:,} training pictures read so far could not be used, more than "
-                f"train.max_unreadable {limit:g} allows: {self.skips.file.path} names them with reasons. Is "
-                f"{self.data_description} what you meant?"
+                f"train.max_unreadable {self.config.train.max_unreadable:g} allows: {self.skips.file.path} names them "
+                f"with reasons. Is {self.data_description} what you meant?"
             )
-
-    def _flush_skipped(self, step: int) -> None:
-        self.skips.flush()
-        self._check_readable()
 
     def _events(self) -> list[Event]:
         """What is due, in order."""
@@ -222,6 +205,8 @@ class Job(ABC):
         facts |= {"micro_batch_size": self.share.micro_batch_size, "steps": self.total_steps}
         begin: Callable[[], Any] = lambda: self.files.begin(self.config, facts, self.free, self._is_split_sensitive())  # noqa: E731
         path, notes = self.runtime.on_main(begin)
+        if path is None or Checkpoint(path).step < self.total_steps:
+            self.runtime.on_main(self._check_room)
         if self.runtime.is_main:
             self.runtime.log_file = self.files.path / "train.log"
         for note in [*machine, *notes]:
@@ -290,16 +275,38 @@ class Job(ABC):
             self.runtime.accelerator.log(numbers, step=record["step"])
 
     def _save(self, step: int) -> None:
-        """One checkpoint, written by the main process while the others wait."""
+        """One checkpoint, written by the main process while the others wait.
+
+        OSError where it cannot be written and the run ends with it, or is not to go on without it.
+        """
         self.skips.flush()
         trainer = self.trainer.state()  # asks all processes
-        if self.runtime.is_main:
-            files, documents = self._contents()
-            tensors, state = optimizer_state(self.optimizer, self.names)
-            files["state/optimizer.safetensors"] = tensors
-            documents["state/trainer.json"] = {"trainer": trainer, "optimizer": state}
-            self.files.save(step, files, documents, self.config.train.keep_last)
-        self.runtime.accelerator.wait_for_everyone()
+        if fault := self.runtime.on_main(lambda: self._write(step, trainer)):
+            text = f"no checkpoint of step {step:,}: {fault}. Those before it stay"
+            is_end = self.trainer.is_last(self.total_steps) or self.runtime.stop.agreed()
+            if is_end or self.config.train.save_errors == "stop":
+                raise OSError(f"{text}; make room, and the same command goes on from the last one")
+            self.runtime.log(f"note       {text}; trying again in {self.config.train.checkpoint_every:,} steps")
+
+    def _write(self, step: int, trainer: dict[str, Any]) -> str | None:
+        """What kept a checkpoint from being written. Main process only."""
+        files, documents = self._contents()
+        tensors, state = optimizer_state(self.optimizer, self.names)
+        files["state/optimizer.safetensors"] = tensors
+        documents["state/trainer.json"] = {"trainer": trainer, "optimizer": state}
+        try:
+            self.files.save(step, files, documents, self.config.train.keep_last, self.config.train.keep_every)
+        except OSError as error:
+            return str(error)
+        return None
+
+    def _check_room(self) -> None:
+        """ValueError where the checkpoints will not fit on the disk. Main process only."""
+        weights = sum(p.numel() * p.element_size() for p in self.task.parameters())
+        moments = 2 * weights  # of Adam; no optimiser here that keeps more is known
+        there = size_of(self.files.path / "checkpoints")  # makes way for the new ones
+        copies = self.config.train.keep_last + 1  # a new one is whole before an old one goes
+        check_room(self.files.path, moments, max(moments + weights, copies * (moments + weights) - there))
 
     def _load(self, found: Checkpoint) -> dict[str, Any]:
         """Weights and optimiser as they were; the trainer's state."""
@@ -319,6 +326,7 @@ class Job(ABC):
     def _leave(self, code: int) -> int:
         if self.config.train.trackers:
             self.runtime.accelerator.end_training()
+        self.files.leave()
         return code
 
 

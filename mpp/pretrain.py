@@ -39,7 +39,8 @@ def pretrain(config: PretrainConfig) -> int:
 
 def begin(config: PretrainConfig) -> "Pretraining":
     """Everything that can be refused, done; nothing is trained or written yet but the run folder's recipe."""
-    runtime = start(config.train.precision, config.train.threads, config.train.trackers, config.out)
+    train = config.train
+    runtime = start(train.precision, train.threads, train.trackers, config.out, train.signals)
     return Pretraining(config, runtime)
 
 

@@ -1,37 +1,26 @@
 """A run's folder: its recipe, what it ran on, its records; and whether the same command may go on with it."""
 
-import fcntl
 import hashlib
 import json
 import os
-import platform
 import time
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from mpp import checkpoint
 from mpp.config import differences, dump_recipe, load_recipe
 from mpp.durable import check_can_write, cut_back, replace_file
+from mpp.lock import hold, is_held, let_go
 from mpp.metrics import JsonLines, commit
 from mpp.optim import Extend
 
 Recipe = TypeVar("Recipe")
-_HELD: dict[Path, TextIO] = {}  # open lock files: the kernel lets go of them when the process ends
+MANY_STARTS = 4  # from the same step, before somebody is told
 RECORDS = ("metrics.jsonl", "results.jsonl", "trace.jsonl", "skipped.jsonl", "unusual_updates.jsonl")
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system without locks: nobody can be seen there
-    return True
 
 
 def _has_ended(place: Path, steps: int) -> bool:
@@ -41,45 +30,6 @@ def _has_ended(place: Path, steps: int) -> bool:
         return found.step >= steps or bool(found.document("state/trainer.json")["trainer"].get("ended"))
     except checkpoint.CheckpointError:  # `newest` passes over it, and says so
         return False
-
-
-class FolderInUse(ValueError):
-    """Another process writes in this folder."""
-
-
-def hold(path: Path, patience: float = 20.0) -> None:
-    """One writer per folder, until `let_go` or the end of this process, however it comes. FolderInUse otherwise.
-
-    Waits a little: a run that was stopped a moment ago may still be saving. patience: seconds.
-    """
-    place = path.resolve()
-    if place in _HELD:
-        return
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        file = (place / ".lock").open("a+")
-    except OSError as error:
-        raise ValueError(f"out: {path} cannot be written: {error}; name another with --out") from None
-    until = time.monotonic() + patience
-    while not _locked(file.fileno()):
-        if time.monotonic() > until:
-            with file:
-                file.seek(0)
-                owner = file.read().strip()
-            raise FolderInUse(
-                f"out: {path} is in use by another run ({owner}); wait for it to end, or name another folder with --out"
-            )
-        time.sleep(0.2)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
-    file.flush()
-    _HELD[place] = file
-
-
-def let_go(path: Path) -> None:
-    """Others may write in the folder now."""
-    if file := _HELD.pop(path.resolve(), None):
-        file.close()
 
 
 def extension(stretches: Collection[Extend]) -> str:
@@ -105,6 +55,8 @@ class Run:
         self.trace = JsonLines(path / "trace.jsonl", is_main)
         self.skipped = JsonLines(path / "skipped.jsonl", is_main)
         self.unusual = JsonLines(path / "unusual_updates.jsonl", is_main)
+        self.starts = JsonLines(path / "starts.jsonl", is_main)
+        self._is_mine = False
 
     @property
     def recipe(self) -> Path:
@@ -113,16 +65,20 @@ class Run:
     def begin(
         self, recipe: Any, facts: dict[str, Any], free: Collection[str], split_sensitive: bool
     ) -> tuple[Path | None, list[str]]:
-        """The folder, new or gone on with: the checkpoint to begin from, and notes for the log. Main process only.
+        """The folder, new or gone on with: the checkpoint to begin from, and notes for the log. Main process only;
+        until `leave` or the end of the process no other writes here.
 
         facts: what could change numbers besides the recipe, for environment.json. free: dotted fields that may differ
         from one start to the next. split_sensitive: whether the split of a batch changes results. ValueError if
         something else lies here, or a run that would learn something else.
         """
         found, notes = None, list[str]()
-        hold(self.path)
+        if not is_held(self.path):
+            self._is_mine = True
+            if before := hold(self.path, take_over=recipe.train.take_over):
+                notes.append(f"taken over from a run that ended without a word: {before}")
         if self._is_begun():
-            notes = self._check_same(recipe, free, facts, split_sensitive)
+            notes += self._check_same(recipe, free, facts, split_sensitive)
             checkpoint.tidy(self.path)
             found, damaged = checkpoint.newest(self.path)
             notes += [f"skipped a damaged checkpoint: {path}: {reason}" for path, reason in damaged]
@@ -133,7 +89,26 @@ class Run:
             else:
                 file.unlink()
         self._create(recipe, facts)
+        if not (found and _has_ended(found.path, facts["steps"])):
+            notes += self._note_start(found.step if found else 0)
         return found.path if found else None, notes
+
+    def leave(self) -> None:
+        """Another process may write here now."""
+        if self._is_mine:
+            let_go(self.path)
+
+    def _note_start(self, step: int) -> list[str]:
+        """Starts are counted: a run that is ended again and again before it has saved gets nowhere."""
+        self.starts.write({"from_step": step, "process": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        before = [row.get("from_step") for row in self.starts.read()]
+        again = next((count for count, other in enumerate(reversed(before)) if other != step), len(before))
+        if again < MANY_STARTS:
+            return []
+        return [
+            f"this is start number {again} from step {step:,}, and none of them saved: what ends them? If it is a time "
+            f"limit, try a smaller train.checkpoint_every"
+        ]
 
     def _is_begun(self) -> bool:
         """Whether there is something to go on with. A run that never took a step begins anew. ValueError if foreign."""
@@ -178,10 +153,13 @@ class Run:
         Returns notes on what differs and changes rounding only.
         """
         stored, before = self.stored(recipe), self._environment()
-        changes = differences(stored, recipe, free)
+        changes, notes = differences(stored, recipe, free), list[str]()
         if before["data"]["fingerprint"] != facts["data"]["fingerprint"]:
             counts = f"{before['data']['images']:,} images before, {facts['data']['images']:,} now"
-            changes.append(f"data: {counts}; names or sizes differ")
+            if recipe.train.allow_changed_data:
+                notes.append(f"data changed: {counts}; from here on epochs are of those that are there now")
+            else:
+                changes.append(f"data: {counts}; names or sizes differ (--train.allow_changed_data true goes on)")
         if recipe.train.extend[: len(stored.train.extend)] != stored.train.extend:
             changes.append(
                 f"train.extend: the run was extended by {extension(stored.train.extend)}; repeat that, with anything "
@@ -203,7 +181,7 @@ class Run:
                 + ("" if stored.train.extend else "; a finished run longer: --train.extend.steps N")
             )
         names = ("threads", "processes", "device", "versions")
-        return [
+        return notes + [
             f"{what} before: {before[what]}, now: {facts[what]}; results differ in rounding"
             for what in names
             if before[what] != facts[what]
@@ -240,10 +218,17 @@ class Run:
         except OSError as error:
             raise ValueError(f"out: {self.path} cannot be written: {error}; name another with --out") from None
 
-    def save(self, step: int, tensors: dict[str, dict[str, Tensor]], documents: dict[str, Any], keep_last: int) -> None:
-        """A checkpoint, whole or not at all; afterwards only the last few are kept. Main process only."""
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, dict[str, Tensor]],
+        documents: dict[str, Any],
+        keep_last: int,
+        keep_every: int,
+    ) -> None:
+        """A checkpoint, whole or not at all; afterwards only those to keep are there. Main process only."""
         for records in (self.metrics, self.results, self.trace, self.skipped, self.unusual):
             records.flush()
         facts = {"recipe": hashlib.sha256(self.recipe.read_bytes()).hexdigest(), "commit": commit()}
         checkpoint.save(self.path, step, tensors=tensors, documents=documents, facts=facts)
-        checkpoint.prune(self.path, keep_last)
+        checkpoint.prune(self.path, keep_last, keep_every)

@@ -23,11 +23,12 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 Precision = Literal["fp32", "bf16", "fp16"]
+Signal = Literal["INT", "TERM", "USR1", "USR2", "HUP", "XCPU"]
 
 _TO_ACCELERATE = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 START = timedelta(hours=2)  # others wait while the main process downloads data or indexes them
 STUCK = 20  # seconds after a signal: a launcher kills after 30
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SIGNALS: tuple[Signal, ...] = ("INT", "TERM", "USR1", "HUP")
 
 
 @dataclass
@@ -112,12 +113,16 @@ class Runtime:
 
 
 def start(
-    precision: Precision, threads: int | None = None, trackers: Sequence[str] = (), folder: Path | None = None
+    precision: Precision,
+    threads: int | None = None,
+    trackers: Sequence[str] = (),
+    folder: Path | None = None,
+    signals: Sequence[Signal] = SIGNALS,
 ) -> Runtime:
     """The Accelerator, set up once. ValueError when the launcher and the recipe disagree."""
     _check_launcher(precision)
     check_trackers(trackers)
-    stop = StopSignal()
+    stop = StopSignal(signals)
     count = threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # `accelerate launch` sets one thread per process, which halves the speed of a 2-core laptop.
     torch.set_num_threads(count)
@@ -143,19 +148,19 @@ def start(
 
 
 class StopSignal:
-    """INT, TERM, USR1 and HUP ask for a stop at the end of the step; a second one ends the process at once.
+    """Signals (INT, TERM, USR1, HUP) ask for a stop at the end of the step; a second one ends the process at once.
 
     Under a launcher TERM comes more than once for one wish: to the group, passed on by the launcher, and from the
     kernel when the launcher has died. There only a second INT or USR1 is a second wish.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Sequence[Signal] = SIGNALS) -> None:
         self.requested = False
         self._launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "LOCAL_RANK" in os.environ
         self.group: Any = None
         if self._launched:  # without one, the parent is a shell, and its end is no reason to stop (nohup)
             _ask_for_term_when_the_parent_dies()
-        for number in _SIGNALS:
+        for number in (getattr(signal, f"SIG{name}") for name in signals):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored: nohup
                 signal.signal(number, self._receive)
 

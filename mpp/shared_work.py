@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpp.exit_codes import EXIT_STOPPED
+from mpp.lock import FolderInUse, hold, let_go
 from mpp.progress import duration
-from mpp.run_folder import FolderInUse, hold, let_go
 from mpp.runtime import StopSignal
 from mpp.words import plural
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from mpp.optim import Extend, Optim
-from mpp.runtime import Precision
+from mpp.runtime import Precision, Signal
 
 Count = Annotated[int, Ge(0)]
 Positive = Annotated[int, Gt(0)]
@@ -24,6 +24,11 @@ FREE = frozenset(
         "train.log_every",
         "train.checkpoint_every",
         "train.keep_last",
+        "train.keep_every",
+        "train.save_errors",
+        "train.signals",
+        "train.take_over",
+        "train.allow_changed_data",
         "train.trackers",
         "train.trace",
         "train.extend",
@@ -71,7 +76,17 @@ class Train:
     checkpoint_every: Count = 0
     """steps between checkpoints; 0 = at the end and on a stop only"""
     keep_last: Positive = 2
-    """checkpoints that are kept"""
+    """newest checkpoints that are kept"""
+    keep_every: Count = 0
+    """checkpoints at multiples of so many steps are kept beside the newest; 0 = none"""
+    save_errors: Literal["retry", "stop"] = "retry"
+    """where a checkpoint cannot be written (disk full): go on and try at the next one, or stop; the last is kept"""
+    signals: Annotated[tuple[Signal, ...], MinLen(1)] = ("INT", "TERM", "USR1", "HUP")
+    """signals that ask for a stop: the step is finished and saved, exit code 75"""
+    take_over: bool = False
+    """write in a folder that another machine's run may still be at, where the file system has no locks"""
+    allow_changed_data: bool = False
+    """go on with a run though its data have changed"""
     timeout: Positive = 1800
     """seconds that processes wait for one another before the job ends; more than a save or an evaluation takes"""
     max_nonfinite: Positive = 10
@@ -84,6 +99,8 @@ class Train:
     def faults(self) -> Iterator[tuple[str, str]]:
         if (self.steps is None) == (self.epochs is None):
             yield "steps", f"{self.steps} and epochs {self.epochs}: give one of them and set the other to null"
+        if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):
+            yield "keep_every", f"{self.keep_every} is no multiple of checkpoint_every {self.checkpoint_every}"
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             yield "micro_batch_size", f"{self.micro_batch_size} does not divide batch_size {self.batch_size}"
 

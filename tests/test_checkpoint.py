@@ -214,6 +214,13 @@ def test_prune_keeps_the_newest_and_says_what_went(tmp_path):
         prune(tmp_path, keep_last=0)
 
 
+def test_prune_keeps_those_at_multiples_beside_the_newest(tmp_path):
+    for step in range(1, 9):
+        write(tmp_path, step)
+    assert [path.name for path in prune(tmp_path, 1, keep_every=3)] == [f"{step:08}" for step in (7, 5, 4, 2, 1)]
+    assert names(tmp_path) == ["00000003", "00000006", "00000008"]
+
+
 def test_prune_never_takes_the_last_valid_one(tmp_path):
     for step in range(1, 6):
         write(tmp_path, step)

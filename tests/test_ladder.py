@@ -14,8 +14,8 @@ from mpp import shared_work
 from mpp.config import RecipeError, load_recipe
 from mpp.ladder_recipe import LadderConfig
 from mpp.ladder_rows import Judged
+from mpp.lock import FolderInUse
 from mpp.pretrain_recipe import PretrainConfig
-from mpp.run_folder import FolderInUse
 
 PRETRAIN = """
 backbone: {kind: vit, patch_size: 8, image_size: 32, embed_dim: 32, depth: 2, num_heads: 2}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 
 from mpp import pretrain as job
-from mpp.checkpoint import Checkpoint
+from mpp.checkpoint import Checkpoint, newest
 from mpp.config import RecipeError, load_recipe
 from mpp.exit_codes import EXIT_STOPPED
 from mpp.pretrain import PretrainConfig
@@ -652,11 +653,11 @@ def test_too_many_unreadable_pictures_end_the_run_and_name_the_list(recipe, tmp_
 def test_a_folder_has_one_writer(recipe, tmp_path, monkeypatch):
     import fcntl
 
-    from mpp import run_folder
+    from mpp import lock
 
     config = recipe("--train.steps=3")
     config.out.mkdir()
-    monkeypatch.setattr(run_folder.hold, "__defaults__", (0.3,))
+    monkeypatch.setattr(lock.hold, "__defaults__", (0.3, False))
     with (config.out / ".lock").open("a+") as other:  # another open file is another owner, also in this process
         other.write("process 123 on elsewhere")
         other.flush()
@@ -664,6 +665,109 @@ def test_a_folder_has_one_writer(recipe, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="in use by another run .process 123 on elsewhere"):
             pretrain(config)
     assert pretrain(config) == 0
+
+
+def _full_at(monkeypatch, *steps: int) -> None:
+    """The disk is full when these steps are saved."""
+    import errno
+
+    from mpp import checkpoint
+
+    save = checkpoint.save
+
+    def full(run, step, **given):
+        if step in steps:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(run, step, **given)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+
+
+def test_a_full_disk_is_told_and_tried_again_and_never_ends_as_if_it_were_saved(recipe, monkeypatch):
+    words = ("--train.checkpoint_every=2", "--train.keep_last=9")
+    with monkeypatch.context() as patch:
+        _full_at(patch, 4)
+        config = recipe(*words)
+        assert pretrain(config) == 0
+    assert sorted(path.name for path in (config.out / "checkpoints").iterdir()) == ["00000002", "00000006"]
+    log = (config.out / "train.log").read_text()
+    assert "no checkpoint of step 4: [Errno 28] No space left" in log and "again in 2 steps" in log
+    for name, at, option in (("stop", 4, "stop"), ("end", 6, "retry")):
+        run = recipe(*words, f"--train.save_errors={option}", out=name)
+        with monkeypatch.context() as patch:
+            _full_at(patch, at)
+            with pytest.raises(OSError, match=f"no checkpoint of step {at}: .*Those before it stay; make room"):
+                pretrain(run)
+        assert newest(run.out)[0].step == at - 2
+        assert pretrain(run) == 0
+        assert_same_run(run.out, config.out, 6)
+
+
+def test_a_stop_that_cannot_be_saved_says_so(recipe, monkeypatch):
+    from mpp.trainer import Trainer
+
+    update, config = Trainer._update, recipe("--train.checkpoint_every=2")
+
+    def signalled(self, batches):
+        update(self, batches)
+        self.runtime.stop.requested |= self.step == 2
+
+    monkeypatch.setattr(Trainer, "_update", signalled)
+    _full_at(monkeypatch, 3)
+    with pytest.raises(OSError, match="no checkpoint of step 3"):
+        pretrain(config)
+    assert newest(config.out)[0].step == 2
+
+
+def test_a_disk_without_room_is_refused_before_the_first_step(recipe, monkeypatch):
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=300_000))
+    with pytest.raises(ValueError, match=r"0.3 MB free, and the run's checkpoints need about"):
+        pretrain(recipe())
+    monkeypatch.undo()
+    assert pretrain(recipe()) == 0  # what was left there is no hindrance
+
+
+def test_changed_data_are_refused_with_counts_and_may_be_allowed(recipe, tmp_path, pictures, monkeypatch):
+    folder = tmp_path / "changing"
+    shutil.copytree(pictures, folder)
+    words = (f"--data.path={folder}", "--train.steps=8", "--train.checkpoint_every=2")
+    with monkeypatch.context() as patch:
+        _die_after(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(recipe(*words))
+    for path in folder.glob("a/*"):  # times are no change, nor is another name of the root
+        os.utime(path, (0, 0))
+    folder.rename(tmp_path / "renamed")
+    words = (f"--data.path={tmp_path / 'renamed'}", *words[1:])
+    (tmp_path / "renamed" / "a" / "0.png").unlink()
+    with pytest.raises(ValueError, match="44 images before, 43 now; names or sizes differ .*allow_changed_data"):
+        pretrain(recipe(*words))
+    assert pretrain(recipe(*words, "--train.allow_changed_data=true")) == 0
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "data changed: 44 images before, 43 now; from here on epochs are of those" in log
+    assert pretrain(recipe(*words)) == 0  # it has learned from these now
+
+
+def test_starts_that_get_nowhere_are_told(recipe, monkeypatch):
+    config = recipe("--train.checkpoint_every=4")
+    for _ in range(4):
+        with monkeypatch.context() as patch:
+            _die_after(patch, 2)
+            with pytest.raises(KeyboardInterrupt):
+                pretrain(config)
+    assert "start number 4 from step 0, and none of them saved" in (config.out / "train.log").read_text()
+    assert pretrain(config) == pretrain(config) == 0
+    assert [row["from_step"] for row in lines(config.out, "starts.jsonl")] == [0] * 5
+
+
+def test_checkpoints_at_multiples_are_kept(recipe):
+    config = recipe("--train.checkpoint_every=1", "--train.keep_last=1", "--train.keep_every=2")
+    assert pretrain(config) == 0
+    assert sorted(int(path.name) for path in (config.out / "checkpoints").iterdir()) == [2, 4, 6]
+    with pytest.raises(RecipeError, match="keep_every: 3 is no multiple of checkpoint_every 2"):
+        recipe("--train.checkpoint_every=2", "--train.keep_every=3")
 
 
 def test_the_advice_on_extending_a_run_works_each_time(recipe):

@@ -82,6 +82,12 @@ class TestStop:
         signal.raise_signal(signal.SIGINT)
         assert self.exits == [130]
 
+    def test_other_signals_may_be_named(self):
+        stop = StopSignal(("USR2",))
+        before = signal.getsignal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR2)
+        assert stop.agreed() and signal.getsignal(signal.SIGUSR1) == before
+
 
 def test_nohup_stays_nohup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from mpp import shared_work
-from mpp.run_folder import FolderInUse
+from mpp.lock import FolderInUse
 from mpp.runtime import StopSignal
 from mpp.shared_work import SharedWork, Task
 

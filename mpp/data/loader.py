@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from mpp.data.dataset import listed
 from mpp.data.decode import DecodeError, decode
 from mpp.data.folders import attempt
 from mpp.data.order import Order, Share
@@ -171,6 +172,16 @@ def training_batches(
         timeout=timeout if workers else 0,
     )
     return iter(loader)
+
+
+def told_worker(error: str, pictures: Pictures) -> str:
+    """What became of a worker that is gone, or too slow, and the pictures it was at. error: in torch's words."""
+    ids = pictures.whereabouts.of(error) if pictures.whereabouts else []
+    at = f"; it was at {listed(pictures.subset.dataset.name(id) for id in ids)}" if ids else ""
+    return (
+        f"train.workers: {error.partition('. ')[0].rstrip('.')}{at}. A picture that ends or stops a program should be "
+        f"taken out; a machine short of memory wants fewer workers. The same command goes on from the last checkpoint"
+    )
 
 
 def fixed_batches(views: FixedViews, chunks: Iterable[Sequence[int]]) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,8 @@ from typing import Any
 from mpp.data.loader import Skipped
 from mpp.metrics import JsonLines
 
+FEW = 20
+
 
 class SkipList:
     """Collects what any process skipped; `flush` (on all processes) writes what is new.
@@ -25,6 +27,11 @@ class SkipList:
     def count(self, split: str) -> int:
         """How many of a split are named in the file; the same on every process after a flush."""
         return sum(name == split for name, _ in self.known)
+
+    @staticmethod
+    def is_too_much(bad: int, seen: int, limit: float) -> bool:
+        """Whether so many bad ones of those seen say that something is wrong as a whole; a few never do."""
+        return bad >= FEW and bad > limit * seen
 
     def add(self, split: str, skipped: Iterable[Skipped]) -> None:
         """What was met while reading a split: train, heldout, or an evaluation's data by name."""
