@@ -2,7 +2,9 @@
 
 import difflib
 import json
+import os
 import pickle
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import timm
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from mpp.checkpoint import Checkpoint, newest
 from mpp.patches import Size, pair
@@ -24,6 +27,8 @@ HEAD = {"num_classes", "global_pool", "fc_norm", "use_fc_norm", "pool_include_pr
 TRAINING = {"drop_rate", "proj_drop_rate", "pos_drop_rate", "attn_drop_rate", "drop_path_rate", "weight_init"}
 # A config.json is somebody else's text: it may shape a model, and must not make timm read further files.
 REFUSED = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only"}
+SAFE_TORCH = "2.10"  # the first without GHSA-63cw-57p8-fm3p
+TRUST = "MPP_TRUST_PICKLES"
 WRAPPERS = ("model", "state_dict")
 PREFIXES = ("module.", "_orig_mod.", "backbone.", "model.")
 
@@ -174,6 +179,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return unprefixed(_read_safetensors(path), path)
     if path.suffix not in (".pt", ".pth", ".bin"):
         raise ValueError(f"{path}: {path.suffix or 'no ending'!r} is no format of weights; {GRAMMAR}")
+    _check_pickle(path)
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -195,12 +201,37 @@ def unwrapped(value: Any, path: Path) -> dict[str, Tensor]:
         return unwrapped(value[inner[0]], path)
     if not isinstance(value, Mapping) or not value:
         raise ValueError(f"{path} holds a {type(value).__name__} and no named tensors; save a state_dict()")
+    tensors = {str(key): tensor for key, tensor in value.items() if isinstance(tensor, Tensor)}
+    if swollen := [name for name, tensor in tensors.items() if _is_swollen(tensor)]:
+        raise ValueError(f"{path}: {swollen[0]} claims more values than the file holds; save a plain state_dict()")
     if odd := [str(key) for key, tensor in value.items() if not isinstance(tensor, Tensor)]:
         raise ValueError(
             f"{path} has entries that are no tensors ({', '.join(odd[:5])}); expected a state_dict, alone or under "
             f"one of {list(WRAPPERS)}"
         )
     return dict(value)
+
+
+def _check_pickle(path: Path) -> None:
+    """ValueError for a pickle that this torch may not read safely, or that would be far larger in memory."""
+    if TorchVersion(torch.__version__) < SAFE_TORCH and os.environ.get(TRUST) != "1":
+        raise ValueError(
+            f"{path}: is a pickle, and torch {torch.__version__} has a flaw by which such a file can run code "
+            f"(GHSA-63cw-57p8-fm3p); upgrade to torch {SAFE_TORCH}, convert the file to .safetensors, or set {TRUST}=1 "
+            f"if you made it yourself"
+        )
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    except (zipfile.BadZipFile, OSError):  # of torch's older formats, or no file of weights: torch.load says which
+        return
+    if packed:
+        raise ValueError(f"{path}: {packed[0]} in it is compressed, which torch never does; save it again with torch")
+
+
+def _is_swollen(tensor: Tensor) -> bool:
+    """Whether a tensor has more values than bytes were stored for: a copy of it could take any memory."""
+    return tensor.layout != torch.strided or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
 def unprefixed(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:

@@ -1,8 +1,10 @@
 """One door for weights: strict, both differences named, positions resized, heads left behind by name, no pickle run."""
 
+import io
 import json
 import os
 import pickle
+import zipfile
 from dataclasses import dataclass
 
 import pytest
@@ -397,6 +399,57 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, name
     with pytest.raises(ValueError, match="could run code"):
         load_into(build_backbone(vit(), 3, 1), str(tmp_path / "old.bin"))
     assert not (tmp_path / "made").exists()
+
+
+class Evaluated:
+    def __reduce__(self):
+        return eval, ("__import__('os').mkdir('made')",)
+
+
+@pytest.mark.parametrize("hidden", ["value", "key", "nested bytes", "storage"])
+def test_no_place_in_a_pickle_hides_code(tmp_path, monkeypatch, hidden):
+    monkeypatch.chdir(tmp_path)
+    inner = io.BytesIO()
+    torch.save({"w": Evaluated()}, inner)
+    value = {
+        "value": {"model": {"w": torch.ones(2), "x": Evaluated()}},
+        "key": {"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: Evaluated()}}},
+        "nested bytes": {"model": inner.getvalue()},
+        "storage": {"model": {"w": torch.ones(2)}, "rng_state": [Evaluated()]},
+    }[hidden]
+    torch.save(value, "w.pt")
+    with pytest.raises(ValueError, match=r"could run code|no named tensors|no tensors"):
+        load_into(build_backbone(vit(), 3, 1), "w.pt")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_torch_with_a_flaw_reads_no_pickle_unless_told_to(tmp_path, monkeypatch):
+    ours = build_backbone(vit(), 3, 1)
+    torch.save(ours.model.state_dict(), tmp_path / "w.pt")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(ValueError, match=r"GHSA-63cw-57p8-fm3p.*torch 2.10.*MPP_TRUST_PICKLES=1"):
+        load_into(ours, str(tmp_path / "w.pt"))
+    monkeypatch.setenv("MPP_TRUST_PICKLES", "1")
+    load_into(ours, str(tmp_path / "w.pt"))
+    monkeypatch.delenv("MPP_TRUST_PICKLES")
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    load_into(ours, str(tmp_path / "w.pt"))
+
+
+def test_a_pickle_that_would_swell_is_refused(tmp_path):
+    ours = build_backbone(vit(), 3, 1)
+    torch.save({"w": torch.ones(1).expand(10**12)}, tmp_path / "wide.pt")
+    with pytest.raises(ValueError, match="w claims more values than the file holds"):
+        load_into(ours, str(tmp_path / "wide.pt"))
+    torch.save(ours.model.state_dict(), tmp_path / "w.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "w.pt") as old,
+        zipfile.ZipFile(tmp_path / "z.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+    with pytest.raises(ValueError, match=r"is compressed, which torch never does"):
+        load_into(ours, str(tmp_path / "z.pt"))
 
 
 def test_what_is_no_file_of_weights_is_refused(tmp_path):

@@ -11,16 +11,19 @@ place: where in the run, each in the given step (counted from 1, as metrics.json
   save       before a checkpoint is written
   manifest   when its files are written, before its manifest
   renamed    when it has its place, before old ones go
-action: kill (-9), segv, stop (SIGSTOP), hang, raise, exit, term, int, usr1, twice (TERM, and INT 50 ms later)
+action: kill (-9), segv, stop (SIGSTOP), hang, raise, exit, term, int, usr1, twice (TERM, and INT 50 ms later), fill (the disk at `path`),
+  drain (it again)
   of a gradient: nan, spike
 """
 
 import json
 import os
 import runpy
+import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -39,12 +42,22 @@ def act(fault: dict[str, Any]) -> None:
         raise RuntimeError("a fault that was put in")
     elif action == "exit":
         os._exit(3)
+    elif action == "fill":
+        fill(Path(fault["path"]))
+    elif action == "drain":
+        (Path(fault["path"]) / "ballast").unlink()
     elif action == "twice":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
     else:
         raise ValueError(f"no such action: {action}")
+
+
+def fill(disk: Path, left: int = 100_000) -> None:
+    """Nothing more than a few records fits on this disk."""
+    free = shutil.disk_usage(disk).free - left
+    (disk / "ballast").write_bytes(bytes(max(free, 0)))
 
 
 def before(owner: Any, name: str, at: Any, fault: dict[str, Any]) -> None:
