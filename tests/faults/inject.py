@@ -11,9 +11,8 @@ place: where in the run, each in the given step (counted from 1, as metrics.json
   save       before a checkpoint is written
   manifest   when its files are written, before its manifest
   renamed    when it has its place, before old ones go
-action: kill (-9), segv, stop (SIGSTOP), hang, raise, exit, term, int, usr1, twice (TERM, and INT 50 ms later), fill (the disk at `path`),
-  drain (it again)
-  of a gradient: nan, spike
+action: kill (-9), segv, stop (SIGSTOP), hang, raise, exit, term, int, usr1, twice (TERM, and INT 50 ms later),
+  fill (the disk at `path`), drain (it again); of a gradient: nan, spike
 """
 
 import json
