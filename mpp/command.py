@@ -51,20 +51,21 @@ def part() -> None:
 
 def told(name: str, error: Exception, code: int) -> int:
     """The message on stderr, once for all processes."""
+    text = f"{name}: {error}"
+    report(text)
     if (rank := rank_of()) != "0":
         # Where process 0 has told it too, the launcher ends this one meanwhile.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PATIENCE)
-        name = f"{name}, process {rank}"
-    say_last(f"{name}: {error}")
+        text = f"{name}, process {rank}: {error}"
+    print(text, file=sys.stderr)
     return code
 
 
-def say_last(text: str) -> None:
-    """On stderr, and again by the launcher, whose own summary is the last thing on the screen."""
-    print(text, file=sys.stderr)
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(report).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
+def report(text: str) -> None:
+    """For the launcher, whose own summary is the last thing on the screen."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 def told_lost(name: str, error: Exception) -> int:
@@ -72,9 +73,11 @@ def told_lost(name: str, error: Exception) -> int:
     ending = "what was saved stays, and the same command goes on"
     if "timed out" in str(error).lower():
         waited = "did not answer within train.timeout"
-        say_last(f"{name}: process {rank_of()} gave up: another process {waited}, or is not there; {ending}")
+        text = f"{name}: process {rank_of()} gave up: another process {waited}, or is not there; {ending}"
+        report(text)
     else:
-        print(f"{name}: process {rank_of()} lost another process, told of below; {ending}", file=sys.stderr)
+        text = f"{name}: process {rank_of()} lost another process, told of below; {ending}"
+    print(text, file=sys.stderr)
     return EXIT_FAILED
 
 

@@ -4,6 +4,7 @@ A job's `__init__` makes its parts top to bottom, as an image passes them, and e
 """
 
 import math
+import multiprocessing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -152,6 +153,8 @@ class Job(ABC):
         except RuntimeError as error:
             if "DataLoader" not in str(error):
                 raise
+            for worker in multiprocessing.active_children():
+                worker.kill()  # they heed no other signal, and one that hangs would be waited for
             raise ValueError(told_worker(str(error), self.train_views.pictures)) from None
         self.progress.close()
         if not done:

@@ -206,7 +206,11 @@ def _as_it_is(batch: Any) -> Any:
 
 def _leave_signals_to_the_parent(worker: int) -> None:
     """Ctrl-C reaches the whole process group: workers must live until the parent has finished its step."""
+    import ctypes
     import signal
+    import sys
 
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: one that hangs must not outlive the parent
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
