@@ -66,6 +66,7 @@ class TestStop:
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
     def test_one_signal_asks_and_the_second_leaves(self, number):
+        signal.signal(number, signal.SIG_DFL)  # also where the tests are run under nohup
         stop = StopSignal()
         assert not stop.agreed()
         signal.raise_signal(number)

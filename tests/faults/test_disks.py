@@ -29,18 +29,18 @@ def disk(tmp_path):
 
 def test_f4_a_disk_that_is_too_small_is_refused_before_the_first_step(kit, disk):
     place = disk("1m")
-    ended = kit.run("small", f"--out={place / 'run'}")
+    ended = kit.run(str(place / "run"))
     assert ended.code == 2 and "MB free, and the run's checkpoints need about" in ended.errors
     assert "step 1" not in ended.out
 
 
 def test_f4_a_disk_that_fills_up_keeps_the_last_checkpoint_and_is_tried_again(kit, twin, disk):
-    place = disk("4m")
+    place = disk("8m")
     faults = [
         {"place": "update", "step": 7, "action": "fill", "path": str(place)},
         {"place": "update", "step": 12, "action": "drain", "path": str(place)},
     ]
-    ended = kit.run("fills", f"--out={place / 'run'}", "--train.keep_last=9", faults=faults)
+    ended = kit.run(str(place / "run"), "--train.keep_last=9", faults=faults)
     assert ended.code == 0 and "no checkpoint of step 10" in ended.out and "No space left" in ended.out, ended.text
     assert kit.saved(str(place / "run")) == [5, 15, 20]
     kit.assert_twins(str(place / "run"), twin)
@@ -50,7 +50,7 @@ def test_f4_a_disk_that_fills_up_keeps_the_last_checkpoint_and_is_tried_again(ki
 def test_f4_a_run_that_stops_or_ends_on_a_full_disk_fails(kit, disk, words):
     place = disk("4m")
     faults = [{"place": "update", "step": 7, "action": "fill", "path": str(place)}]
-    ended = kit.run("stops", f"--out={place / 'run'}", *words, faults=faults)
+    ended = kit.run(str(place / "run"), *words, faults=faults)
     assert ended.code == 1 and "no checkpoint of step 10" in ended.errors and "make room" in ended.errors
     assert kit.saved(str(place / "run")) == [5]
 
@@ -59,7 +59,7 @@ def test_f11_a_folder_that_cannot_be_written_is_one_line_and_exit_code_2(kit, di
     place = disk("4m", "ro")
     (tmp_path / "file").write_text("")
     for out in (place / "run", tmp_path / "file", tmp_path / "file" / "run"):
-        ended = kit.run("nowhere", f"--out={out}")
+        ended = kit.run(str(out))
         assert ended.code == 2 and ended.errors.strip().count("\n") == 0 and "--out" in ended.errors, ended.text
         assert "data" not in ended.out
 
