@@ -119,7 +119,7 @@ def prepare(fault: dict[str, Any]) -> None:
     elif place == "manifest":
         before(manifest, "write", lambda folder, step, names, facts: step, fault)
     elif place == "renamed":
-        before(checkpoint, "prune", lambda run, keep_last: checkpoint.step_of(checkpoint.places(run)[0]), fault)
+        before(checkpoint, "prune", lambda run, *kept: checkpoint.step_of(checkpoint.places(run)[0]), fault)
     else:
         raise ValueError(f"no such place: {place}")
 
