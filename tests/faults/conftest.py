@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -87,6 +88,32 @@ class Kit:
         assert ended.code == 0, ended.text[-4000:]
         return self.folder / out
 
+    def trained(self, out: str) -> int:
+        """The step that a run's records have got to; 0 before there are any."""
+        try:
+            text = (self.folder / out / "metrics.jsonl").read_text()
+        except FileNotFoundError:
+            return 0
+        rows = [json.loads(line) for line in text.split("\n")[:-1]]  # what follows the last one is not written yet
+        return max((row["step"] for row in rows if "loss" in row), default=0)
+
+    @staticmethod
+    def kill(process: subprocess.Popen) -> None:
+        """kill -9 of a command and of all that it started, directly or not, those it started last first."""
+        found = [process.pid]
+        for place in found:
+            try:
+                for thread in os.listdir(f"/proc/{place}/task"):
+                    found += [int(child) for child in Path(f"/proc/{place}/task/{thread}/children").read_text().split()]
+            except OSError:  # it has ended meanwhile
+                continue
+        for pid in reversed(found):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.communicate()
+
     def lines(self, out: str, name: str) -> list[dict]:
         return [json.loads(line) for line in (self.folder / out / name).read_text().splitlines()]
 
@@ -114,10 +141,8 @@ class Kit:
         return [int(place.name) for place in places]
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory) -> Path:
+def furnish(folder: Path) -> Path:
     """A recipe and 120 pictures in two classes; 36 of them are held out, and 84 are 3.5 batches."""
-    folder = tmp_path_factory.mktemp("faults")
     rng = np.random.default_rng(0)
     for number in range(120):
         corners = rng.integers(0, 256, (2, 2, 3), dtype=np.uint8)
@@ -129,8 +154,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def kit(folder) -> Kit:
-    return Kit(folder)
+def kit(tmp_path_factory) -> Kit:
+    return Kit(furnish(tmp_path_factory.mktemp("faults")))
 
 
 @pytest.fixture(scope="session")

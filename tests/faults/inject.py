@@ -11,8 +11,8 @@ place: where in the run, each in the given step (counted from 1, as metrics.json
   save       before a checkpoint is written
   manifest   when its files are written, before its manifest
   renamed    when it has its place, before old ones go
-action: kill (-9), segv, stop (SIGSTOP), hang, raise, exit, term, int, usr1, twice (TERM, and INT 50 ms later),
-  fill (the disk at `path`), drain (it again); of a gradient: nan, spike
+action: kill (-9), segv, stop (SIGSTOP), hang, pause (2 s), raise, exit, term, int, usr1, twice
+  (TERM, and INT 50 ms later), fill (the disk at `path`), drain (it again); of a gradient: nan, spike
 """
 
 import json
@@ -37,6 +37,8 @@ def act(fault: dict[str, Any]) -> None:
         os.kill(os.getpid(), numbers[action])
     elif action == "hang":
         time.sleep(3600)
+    elif action == "pause":
+        time.sleep(2)
     elif action == "raise":
         raise RuntimeError("a fault that was put in")
     elif action == "exit":

@@ -1,7 +1,6 @@
 """F1, F2, F13, F31: killed with -9 at random and within saves; another number of processes goes on."""
 
 import json
-import os
 import random
 import signal
 import time
@@ -9,28 +8,6 @@ import time
 import pytest
 
 ACCUMULATED = "--train.micro_batch_size=6"  # of 24 images: two micro-batches on each of two processes
-
-
-def pids_below(pid: int) -> list[int]:
-    """A process and all that it started, directly or not."""
-    found = [pid]
-    for place in found:
-        try:
-            for thread in os.listdir(f"/proc/{place}/task"):
-                with open(f"/proc/{place}/task/{thread}/children") as file:
-                    found += [int(child) for child in file.read().split()]
-        except OSError:
-            continue
-    return found
-
-
-def kill_all(process) -> None:
-    for pid in reversed(pids_below(process.pid)):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +20,13 @@ def test_f1_all_processes_killed_three_times_at_random_end_as_the_run_that_was_n
     chance = random.Random(0)
     kills = 0
     while kills < 3:
+        wanted, until = kit.trained("killed") + chance.randint(1, 5), time.monotonic() + 120
         process = kit.start("killed", ACCUMULATED, processes=2)
-        metrics = kit.folder / "killed" / "metrics.jsonl"
-        began = metrics.read_text().count('"loss"') if metrics.exists() else 0
-        wanted, until = began + chance.randint(1, 5), time.monotonic() + 120
-        while not (metrics.exists() and metrics.read_text().count('"loss"') >= min(wanted, 19)):
+        while kit.trained("killed") < min(wanted, 19):
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.001)
         time.sleep(chance.random() * 0.05)
-        kill_all(process)
+        kit.kill(process)
         kills += 1
     kit.finish("killed", ACCUMULATED, processes=2)
     kit.assert_twins("killed", accumulated)
