@@ -5,8 +5,6 @@ import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from mpp.data.loader import Skipped
 from mpp.data.sources import Folder, Subset
 from mpp.durable import check_can_write, replace_file
@@ -18,7 +16,7 @@ def open_unlabelled(folder: Path, channels: int, range: tuple[float, float] | No
     """All images of a folder. ValueError where there are none."""
     dataset = Folder(path=folder, channels=channels, range=range).open("train")
     assert dataset is not None
-    return Subset(dataset, np.arange(len(dataset)))
+    return Subset(dataset)
 
 
 def told_unreadable(skipped: Sequence[Skipped], most: int = 10) -> Iterator[str]:

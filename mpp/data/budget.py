@@ -188,7 +188,7 @@ def _sliced(subset: Subset, labels: np.ndarray, places: np.ndarray, validation: 
     if not validation:
         return _part(subset, places), None
     count = validation if isinstance(validation, int) else max(1, round(validation * len(places)))
-    keys = _keys(seed, subset.ids[places], Purpose.VALIDATION)
+    keys = _keys(seed, subset.at(places), Purpose.VALIDATION)
     order = np.lexsort((keys, _keys(seed, labels[places], Purpose.VALIDATION)))  # classes in no order of their names
     pool = order[_ranks(keys, labels[places])[order] > 0]
     if count > len(pool):
@@ -203,7 +203,7 @@ def _sliced(subset: Subset, labels: np.ndarray, places: np.ndarray, validation: 
 
 
 def _part(subset: Subset, places: np.ndarray) -> Subset:
-    return Subset(subset.dataset, np.sort(subset.ids[places]))
+    return Subset(subset.dataset, np.sort(subset.at(places)))
 
 
 def _check_count(where: str, count: int, subset: Subset) -> None:

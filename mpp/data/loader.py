@@ -91,7 +91,7 @@ class TrainingViews(TorchDataset):
     def __getitems__(self, positions: list[int]) -> dict[str, Any]:
         """-> {"image": uint8 (B, C, H, W), "id", "epoch", "label"?: int64 (B,), "skipped": [Skipped]}."""
         epochs, indices = self.order.at(torch.tensor(positions))
-        ids = torch.from_numpy(self.pictures.subset.ids)[indices]
+        ids = torch.from_numpy(self.pictures.subset.at(indices.numpy()))
         views = self._views(epochs, ids)
         skipped: list[Skipped] = []
         for row, view in enumerate(views):
@@ -109,7 +109,7 @@ class TrainingViews(TorchDataset):
         skipped, bad = [cast(Skipped, views[row])], int(ids[row])
         for number in range(MAX_SPARES):
             spare = self.order.spare(int(epochs[row]), bad, number)
-            ids[row] = int(self.pictures.subset.ids[spare])
+            ids[row] = int(self.pictures.subset.at([spare])[0])
             view = self._views(epochs[row : row + 1], ids[row : row + 1])[0]
             if not isinstance(view, Skipped):
                 views[row] = view
@@ -132,7 +132,7 @@ class FixedViews(TorchDataset):
 
     def __getitems__(self, places: list[int]) -> dict[str, Any]:
         """-> {"image": uint8 (B', C, H, W), "id", "place": int64 (B',), "skipped": [Skipped]}, B' <= B."""
-        ids = self.pictures.subset.ids[places]
+        ids = self.pictures.subset.at(places)
         made = self.pictures.views(ids.tolist(), lambda row, picture: self.view(picture, self.size))
         good = [row for row, view in enumerate(made) if isinstance(view, Tensor)]
         views = [cast(Tensor, made[row]) for row in good]

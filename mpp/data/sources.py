@@ -1,5 +1,6 @@
 """Where images come from: the sources a recipe can name, and the two parts of one: train and held out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -32,13 +33,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Subset:
-    """Some images of a dataset: `ids` int64 (n,), ascending and without repeats."""
+    """Some images of a dataset: `chosen` int64 (n,), ascending and without repeats; None: all, at no cost in memory."""
 
     dataset: Dataset
-    ids: np.ndarray
+    chosen: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.dataset) if self.chosen is None else len(self.chosen)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int64 (n,), ascending."""
+        return np.arange(len(self.dataset), dtype=np.int64) if self.chosen is None else self.chosen
+
+    def at(self, places: np.ndarray | Sequence[int]) -> np.ndarray:
+        """The ids, a new int64 array, at these places of `ids`."""
+        return np.array(places, dtype=np.int64) if self.chosen is None else self.chosen[places]
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -47,7 +57,7 @@ class Subset:
     def labels(self) -> np.ndarray | None:
         """int64 (n,) in the order of `ids`; -1: none. None: the data has no labels."""
         labels = self.dataset.labels()
-        return None if labels is None else labels[self.ids]
+        return labels if labels is None or self.chosen is None else labels[self.chosen]
 
 
 @dataclass(frozen=True)
@@ -78,23 +88,40 @@ def open_splits(source: "Source", seed: int = 0) -> Splits:
         return held_out(train, source.heldout, seed)
     if test.classes is not None and test.classes != train.classes:
         check_classes(train.classes or (), test.classes, f"{test.description} (train: {train.description})")
-    return Splits(train=_whole(train), heldout=_whole(test))
+    return Splits(train=Subset(train), heldout=Subset(test))
 
 
 def held_out(dataset: Dataset, share: float, seed: int) -> Splits:
     """One dataset in two parts: max(1, round(share * n)) images held out, at least one left to train on."""
-    import torch
-
-    from mpp.chance import Purpose, hashed
-
     count = len(dataset)
     if not 0 < share < 1:
         raise ValueError(f"heldout: expected a share between 0 and 1, got {share}")
     if count < 2:
         raise ValueError(f"{dataset.description}: expected at least 2 images, one of them to hold out")
     out = min(max(1, round(share * count)), count - 1)
-    order = torch.argsort(hashed(seed, torch.arange(count), Purpose.HELDOUT), stable=True).numpy()
-    return Splits(Subset(dataset, np.sort(order[out:])), Subset(dataset, np.sort(order[:out])))
+    is_out = _smallest(_draws(seed, count), out)
+    return Splits(Subset(dataset, np.flatnonzero(~is_out)), Subset(dataset, np.flatnonzero(is_out)))
+
+
+def _draws(seed: int, count: int, block: int = 1 << 18) -> np.ndarray:
+    """int64 (count,): a number of its own for each image; made in blocks that fit into a processor's cache."""
+    import torch
+
+    from mpp.chance import Purpose, hashed
+
+    draws = np.empty(count, dtype=np.int64)
+    for begin in range(0, count, block):
+        ids = torch.arange(begin, min(begin + block, count))
+        draws[begin : begin + block] = hashed(seed, ids, Purpose.HELDOUT).numpy()
+    return draws
+
+
+def _smallest(values: np.ndarray, count: int) -> np.ndarray:
+    """bool, where the `count` smallest values are; of equal ones the first."""
+    last = np.partition(values, count - 1)[count - 1]
+    found = values < last
+    found[np.flatnonzero(values == last)[: count - int(found.sum())]] = True
+    return found
 
 
 def require_labels(splits: Splits, purpose: str) -> None:
@@ -127,10 +154,6 @@ def require_test_images(splits: Splits) -> None:
             f"data.heldout: the data has no test split, and {plural(kept, 'image')} kept from train cannot test "
             f"{plural(classes, 'class', 'classes')}: {splits.train.dataset.description}; try --data.heldout 0.2"
         )
-
-
-def _whole(dataset: Dataset) -> Subset:
-    return Subset(dataset, np.arange(len(dataset), dtype=np.int64))
 
 
 Source = Annotated[

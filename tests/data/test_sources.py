@@ -2,15 +2,18 @@
 
 import io
 import pickle
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
+from mpp.chance import Purpose, hashed
 from mpp.data.sources import (
     ClassFolders,
     Demo,
@@ -19,6 +22,7 @@ from mpp.data.sources import (
     Source,
     Subset,
     Torchvision,
+    _smallest,
     held_out,
     open_splits,
     require_labels,
@@ -130,6 +134,28 @@ def test_the_heldout_part_is_a_function_of_the_seed_alone():
     ids = [held_out(Numbers(500), 0.1, seed).heldout.ids.tolist() for seed in (0, *range(20))]
     assert ids[0] == ids[1] and len({tuple(part) for part in ids}) == 20
     assert abs(np.mean(ids) - 249.5) < 25  # drawn from all over: 5 standard deviations of 1,000 draws
+
+
+def test_the_heldout_part_is_that_of_the_smallest_hashes():
+    count = 300_000  # more than one block of them
+    order = hashed(3, torch.arange(count), Purpose.HELDOUT).argsort(stable=True)
+    splits = held_out(Numbers(count), 0.02, seed=3)
+    assert splits.heldout.ids.tolist() == order[:6000].sort().values.tolist()
+    assert splits.train.ids.tolist() == order[6000:].sort().values.tolist()
+
+
+def test_of_equal_hashes_the_first_are_taken():
+    assert np.flatnonzero(_smallest(np.array([5, 2, 7, 2, 1, 2]), 3)).tolist() == [1, 3, 4]
+
+
+def test_all_images_cost_no_memory():
+    tracemalloc.start()
+    everything = Subset(Numbers(300_000_000))
+    ids = everything.at(np.array([7, 299_999_999]))
+    assert tracemalloc.get_traced_memory()[1] < 100_000
+    tracemalloc.stop()
+    assert ids.tolist() == [7, 299_999_999] and len(everything) == 300_000_000
+    assert Subset(Numbers(3)).ids.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("count", "share", "message"), [(1, 0.5, "at least 2"), (9, 0.0, "share"), (9, 1.0, "share")])

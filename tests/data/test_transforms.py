@@ -159,7 +159,7 @@ class Photographs:
 
 
 def batches(workers=0, first=0, micro=8):
-    views = TrainingViews(Pictures(Subset(Photographs(), np.arange(24)), 3, None), Order(24, seed=3), FULL, (16, 16))
+    views = TrainingViews(Pictures(Subset(Photographs()), 3, None), Order(24, seed=3), FULL, (16, 16))
     return list(training_batches(views, Share(8, micro), first, 6, workers))
 
 

@@ -78,7 +78,7 @@ class Flaky:
 @pytest.mark.parametrize("at_once", [False, True])
 def test_what_can_be_read_the_third_time_is_no_bad_picture(at_once):
     flaky = Flaky(at_once)
-    pictures = Pictures(Subset(flaky, np.arange(8)), 3, None)
+    pictures = Pictures(Subset(flaky), 3, None)
     pictures.attempts = Attempts(waits=(0, 0, 0))
     made = pictures.views(range(8), lambda row, picture: picture)
     assert [row for row, view in enumerate(made) if isinstance(view, Skipped)] == [5]

@@ -51,7 +51,7 @@ class Source:
 @pytest.fixture
 def setting():
     train, test = Numbered(2 * CHUNK + 5, bad=[3, CHUNK]), Numbered(7)
-    splits = Splits(*(Subset(d, np.arange(len(d))) for d in (train, test)))
+    splits = Splits(*(Subset(d) for d in (train, test)))
     backbone = build_backbone(ViT(size="tiny", embed_dim=32, depth=2, num_heads=2, patch_size=8, image_size=16), 3, 0)
     runtime = Runtime(Accelerator(cpu=True), 1, StopSignal())
     evaluations = [KNN(k=(1,), pool=("mean", "cls"), layers=(-1,)), KNN(k=(1,), layers=(0,))]

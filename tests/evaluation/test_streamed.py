@@ -84,7 +84,7 @@ class Source:
 
 
 def features_of(probes, train, test, runtime=None):
-    splits = Splits(*(Subset(part, np.arange(len(part))) for part in (train, test)))
+    splits = Splits(*(Subset(part) for part in (train, test)))
     backbone = build_backbone(ViT(size="tiny", embed_dim=32, depth=2, num_heads=2, patch_size=8, image_size=16), 3, 0)
     runtime = runtime or Runtime(Accelerator(cpu=True), 1, StopSignal())
     return Features(backbone, runtime, probes, Source(), {"colours": splits})
