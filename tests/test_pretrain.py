@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import torch
 from PIL import Image
 
 from mpp import pretrain as job
-from mpp.checkpoint import Checkpoint, newest
+from mpp.checkpoint import Checkpoint, newest, save
 from mpp.config import RecipeError, load_recipe
+from mpp.data.order import Order
+from mpp.data.sources import Splits, Subset
 from mpp.exit_codes import EXIT_STOPPED
 from mpp.pretrain import PretrainConfig
 
@@ -760,6 +763,51 @@ def test_starts_that_get_nowhere_are_told(recipe, monkeypatch):
     assert "start number 4 from step 0, and none of them saved" in (config.out / "train.log").read_text()
     assert pretrain(config) == pretrain(config) == 0
     assert [row["from_step"] for row in lines(config.out, "starts.jsonl")] == [0] * 5
+
+
+class Virtual:
+    """As many pictures as one likes, made when they are read."""
+
+    classes, description = None, "virtual"
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, ids) -> list[np.ndarray]:
+        return [np.random.default_rng(int(id)).integers(0, 256, (36, 34, 3), dtype=np.uint8) for id in ids]
+
+    def labels(self) -> None:
+        return None
+
+    def name(self, id: int) -> str:
+        return str(id)
+
+    def fingerprint(self) -> str:
+        return str(self.count)
+
+
+def test_a_run_goes_on_at_step_a_million_of_300_million_images(recipe, monkeypatch):
+    count, step, batch = 300_000_000, 1_000_000, 8
+    monkeypatch.setattr(job, "open_splits", lambda source: Splits(Subset(Virtual(count)), Subset(Virtual(30))))
+    config = recipe(f"--train.steps={step + 2}", "--train.trace=true", "--train.eval_every=0")
+    begun = job.begin(config)
+    begun._after_update = lambda _: setattr(begun.runtime.stop, "requested", True)
+    assert begun.go() == EXIT_STOPPED
+    saved, _ = newest(config.out)
+    files = {name: saved.tensors(name) for name in saved.files if name.endswith(".safetensors")}
+    documents = {name: saved.document(name) for name in saved.files if name.endswith(".json")}
+    documents["state/trainer.json"]["trainer"]["step"] = step
+    save(config.out, step, files, documents, saved.facts)
+    tracemalloc.start()
+    assert pretrain(config) == 0
+    assert tracemalloc.get_traced_memory()[1] < 50_000_000  # an int64 for each image would be 2,400
+    tracemalloc.stop()
+    positions = torch.arange(step * batch, (step + 2) * batch)
+    seen = [id for row in lines(config.out, "trace.jsonl") if row["step"] > step for id in row["ids"]]
+    assert seen == Order(count, seed=0).at(positions)[1].tolist()
 
 
 def test_checkpoints_at_multiples_are_kept(recipe):
