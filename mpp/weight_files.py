@@ -4,6 +4,8 @@ import difflib
 import json
 import os
 import pickle
+import re
+import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -181,10 +183,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path}: {path.suffix or 'no ending'!r} is no format of weights; {GRAMMAR}")
     _check_pickle(path)
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of protocols that torch does not write itself
+            value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        # Of torch's text the reason alone: the rest is how to open the file nevertheless.
+        reason = re.search(r"unsupported (global|operand|class) \S+", str(error), re.IGNORECASE)
         raise ValueError(
-            f"{path} holds more than tensors, and opening it could run code: {str(error).splitlines()[0]}; "
+            f"{path} holds more than tensors, and opening it could run code ({reason[0] if reason else 'refused'}); "
             f"save its state_dict() alone, best as .safetensors"
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:

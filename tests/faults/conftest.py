@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,14 @@ class Kit:
         launch += ["--dynamo_backend=no", "--main_process_port=0"]
         return [sys.executable, "-m", "accelerate.commands.launch", *launch, *tool]
 
-    def start(self, out: str, *words: str, processes: int = 1, faults: Any = (), **options: Any) -> subprocess.Popen:
+    def start(
+        self, out: str, *words: str, processes: int = 1, faults: Any = (), within: Sequence[str] = (), **options: Any
+    ) -> subprocess.Popen:
+        """within: a command that the command is an argument of."""
         environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = self.command(out, *words, processes=processes, faults=faults)
-        return subprocess.Popen(command, env=environment, **(pipes | options))
+        return subprocess.Popen([*within, *command], env=environment, **(pipes | options))
 
     def run(self, out: str, *words: str, timeout: float = 200, **options: Any) -> Ended:
         began = time.monotonic()
