@@ -4,7 +4,8 @@ kills     all of two processes are killed (-9) N times at random moments, three 
           micro-batches per step: afterwards the run must be the run that was not killed, to the bit
 restarts  one process is killed N times with a single step of progress between, then four times without any
 signals   every signal, to every process, at every place of a run: it saves, leaves no process, and goes on as if
-          nothing had been
+          nothing had been. Not yet right: torch's launcher starts its processes in sessions of their own, so the group
+          is the launcher alone, and processes that outlive it are not seen
 
 Each prints one line of a table: fault, tries, outcome, nothing lost. Exit code 1 if anything was lost.
 """
